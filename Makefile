@@ -1,0 +1,51 @@
+# Works on a machine with Python 3.11 (or newer) and make; everything else goes into .venv.
+# `make` alone explains itself. The installation itself is tools/setup.sh.
+
+SHELL = /bin/sh
+BIN = .venv/bin
+
+.PHONY: help setup demo test lint bench constraints dev-env
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help:
+	@echo "ermoe: mixtures of experts that route by their own eigenbasis"
+	@echo
+	@echo "  make demo     start here: train three small ViTs on digits, compare them, write runs/demo/report.html"
+	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples"
+	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
+	@echo "  make bench    time the layer beside its peers"
+	@echo "  make setup    only install; with EXTRAS=\"brain clip\" also what those need"
+	@echo
+	@echo "Each of them first makes .venv, if need be: about 3.1 GB to download and 6 GB on disk, once (test and lint: 3.2 and 6.5)."
+	@echo "PYTHON=python3.12 picks another Python for that. Afterwards: $(BIN)/ermoe --help"
+
+setup:
+	@sh tools/setup.sh base $(EXTRAS)
+
+dev-env:
+	@sh tools/setup.sh dev
+
+demo: setup
+	$(BIN)/ermoe demo
+
+lint: dev-env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(BIN)/pytest --cov --cov-fail-under=95
+	$(BIN)/python examples/run_all.py
+
+bench:
+	@sh tools/setup.sh bench
+	$(BIN)/ermoe bench layer
+
+# Pins stay as they are unless a range in pyproject.toml forbids them; UPGRADE=--upgrade takes the newest of all.
+constraints: dev-env
+	printf '%s\n' uv hatchling editables | $(BIN)/uv pip compile pyproject.toml - --all-extras $(UPGRADE) \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		--no-header --no-annotate --no-emit-index-url --output-file constraints.txt

@@ -1,0 +1,39 @@
+"""The mixture-of-experts layer, one file a step: scores, choice, dispatch, experts, combine."""
+
+from ermoe.nn.attention import ContextAttention, attend, context
+from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance, update_balance
+from ermoe.nn.experts import DenseLinear, EigenLinear, Experts, dense_experts, eigen_experts
+from ermoe.nn.moe import EigenMoE, MoE
+from ermoe.nn.orthogonality import Retraction, no_weight_decay, orthogonality_loss, retract
+from ermoe.nn.routers import Router, TopKRouter
+from ermoe.nn.routing import Routing
+from ermoe.nn.scores import EigenbasisScore, EnergyScore, LogitScore, PrototypeScore, Score
+
+__all__ = [
+    "Balance",
+    "ContextAttention",
+    "DenseLinear",
+    "EigenLinear",
+    "EigenMoE",
+    "EigenbasisScore",
+    "EnergyScore",
+    "Experts",
+    "LogitScore",
+    "MeanBalance",
+    "MoE",
+    "OffsetBalance",
+    "PrototypeScore",
+    "Retraction",
+    "Router",
+    "Routing",
+    "Score",
+    "TopKRouter",
+    "attend",
+    "context",
+    "dense_experts",
+    "eigen_experts",
+    "no_weight_decay",
+    "orthogonality_loss",
+    "retract",
+    "update_balance",
+]

@@ -1,0 +1,143 @@
+"""Equal load without a loss: offsets added to the scores when experts are ranked, and to nothing else.
+
+A forward pass only adds what it saw to an accumulator. `update_balance`, called once per optimiser step, sums the
+accumulators over processes and moves the offsets, so that gradient accumulation, activation checkpointing and ranks
+with unequal batches all count every token exactly once.
+
+Letters: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ermoe.nn.recompute import is_recomputing
+from ermoe.nn.routing import Routing
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the tokens since the last update did: pairs and score sums per expert, variance of scores, tokens."""
+
+    count_E: Tensor
+    score_sum_E: Tensor
+    variance_sum: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def unpack(cls, flat: Tensor) -> Seen:
+        """Reads the accumulator of a `Balance`."""
+        num_experts = (len(flat) - 2) // 2
+        return cls(flat[:num_experts], flat[num_experts : 2 * num_experts], flat[-2], flat[-1])
+
+
+class Balance(nn.Module, ABC):
+    """Offsets (E,), and the accumulator from which they are moved. Subclasses say how."""
+
+    offset_E: Tensor
+
+    def __init__(self, num_experts: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("offset_E", torch.zeros(num_experts, device=device))
+        # Not a buffer: DDP broadcasts buffers from rank 0, which would overwrite what the other ranks counted.
+        self._accumulator = torch.zeros(2 * num_experts + 2, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Balance:
+        """Follows the module to another device, but stays in float32 when it is cast to half precision."""
+        offset_E, accumulator = self.offset_E, self._accumulator
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.offset_E = _moved_in_float32(offset_E, self.offset_E)
+        self._accumulator = _moved_in_float32(accumulator, fn(accumulator))
+        return self
+
+    def reset_parameters(self) -> None:
+        """Zero offsets, nothing seen."""
+        self.offset_E.zero_()
+        self._accumulator.zero_()
+
+    @torch.no_grad()
+    def observe(self, routing: Routing) -> None:
+        """Adds one forward pass to the accumulator, unless it is a recomputation of one already added."""
+        if is_recomputing():
+            return
+        assert routing.score_TE is not None
+        score_TE = routing.score_TE.detach().float()
+        real_T = score_TE.new_ones(len(score_TE)) if routing.mask_T is None else routing.mask_T.float()
+        variance_T = (score_TE - score_TE.mean(-1, keepdim=True)).square().mean(-1)
+        totals = torch.stack([(variance_T * real_T).sum(), real_T.sum()])
+        self._accumulator += torch.cat([routing.count_E.float(), real_T @ score_TE, totals])
+
+    @abstractmethod
+    def move(self, seen: Seen) -> None:
+        """Moves the offsets after a step, given what all processes saw."""
+
+
+class OffsetBalance(Balance):
+    """Steers the offsets towards equal load: each moves in proportion to its expert's shortfall.
+
+    The step is measured in σ, the spread of a token's scores over experts, because that is the distance on which an
+    offset changes a choice. The loop gain, and with it the damping, is then the same for scores that differ in the
+    third digit and for scores that fill [−1, 1].
+    """
+
+    def __init__(self, num_experts: int, *, rate: float = 0.1, device: torch.device | str | None = None) -> None:
+        super().__init__(num_experts, device=device)
+        self.rate = rate
+
+    def move(self, seen: Seen) -> None:
+        """offset_e += rate · σ · (1 − load_e / mean load)."""
+        mean_load = seen.count_E.mean().clamp_min(1)
+        sigma = (seen.variance_sum / seen.num_tokens.clamp_min(1)).sqrt()
+        shortfall_E = torch.where(seen.count_E.sum() > 0, 1 - seen.count_E / mean_load, 0)
+        self.offset_E += self.rate * sigma * shortfall_E
+
+
+class MeanBalance(Balance):
+    """offset_e = −(running mean score of expert e): no expert is favoured for scoring high on everything."""
+
+    num_updates: Tensor
+
+    def __init__(self, num_experts: int, *, momentum: float = 0.1, device: torch.device | str | None = None) -> None:
+        super().__init__(num_experts, device=device)
+        self.momentum = momentum
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.long, device=device))
+
+    def reset_parameters(self) -> None:
+        """Zero offsets, nothing seen."""
+        super().reset_parameters()
+        self.num_updates.zero_()
+
+    def move(self, seen: Seen) -> None:
+        """An exponential mean that is a plain average until it has seen 1 / momentum updates."""
+        if seen.num_tokens == 0:
+            return
+        self.num_updates += 1
+        share = (1 / self.num_updates.float()).clamp_min(self.momentum)
+        self.offset_E.lerp_(-seen.score_sum_E / seen.num_tokens, share)
+
+
+def _moved_in_float32(old: Tensor, new: Tensor) -> Tensor:
+    return new.float() if old.is_meta or new.is_meta else old.to(new.device)
+
+
+@torch.no_grad()
+def update_balance(model: nn.Module) -> None:
+    """Moves the offsets of every layer of ``model`` by what was seen since the last call, over all processes.
+
+    Call it once after each optimiser step, on every rank. Layers without offsets are left alone.
+    """
+    balances = [module for module in model.modules() if isinstance(module, Balance)]
+    if not balances:
+        return
+    seen = torch.cat([balance._accumulator for balance in balances])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(seen)
+    for balance, flat in zip(balances, torch.split(seen, [len(b._accumulator) for b in balances]), strict=True):
+        balance.move(Seen.unpack(flat))
+        balance._accumulator.zero_()

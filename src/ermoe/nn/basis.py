@@ -1,0 +1,83 @@
+"""Orthonormal bases: how they start, how far they have drifted, and how they are brought back.
+
+A stack of bases is a tensor (E, n, R): for every expert, R orthonormal columns in a space of n dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Independent, uniformly distributed orthonormal bases, (num_experts, dim, rank), in float32.
+
+    >>> basis = random_basis(2, 6, 3, generator=torch.Generator().manual_seed(0))
+    >>> torch.allclose(basis.mT @ basis, torch.eye(3), atol=1e-6)
+    True
+    """
+    device = generator.device if generator is not None else None
+    gaussian = torch.randn(num_experts, dim, rank, generator=generator, device=device)
+    q, r = torch.linalg.qr(gaussian)
+    # QR leaves the signs of the columns to the library; fixing them makes the distribution uniform.
+    sign_ER = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
+    basis_EnR: Tensor = q * sign_ER.unsqueeze(-2)
+    return basis_EnR
+
+
+def gram_error(basis_EnR: Tensor) -> Tensor:
+    """UᵀU − I for every expert, (E, R, R)."""
+    gram_ERR = basis_EnR.mT @ basis_EnR
+    return gram_ERR - torch.eye(gram_ERR.shape[-1], dtype=gram_ERR.dtype, device=gram_ERR.device)
+
+
+def orthonormality_error(basis_EnR: Tensor) -> Tensor:
+    """The spectral norm ‖UᵀU − I‖₂ of each expert's basis, (E,)."""
+    eigenvalue_ER: Tensor = torch.linalg.eigvalsh(gram_error(basis_EnR.double()))
+    return eigenvalue_ER.abs().amax(-1)
+
+
+class _OrthogonalityPenalty(torch.autograd.Function):
+    """Σ_e ‖UᵀU − I‖²_F. Its gradient is 4U(UᵀU − I): one product where autograd would take two."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, basis_EnR: Tensor) -> Tensor:
+        error_ERR = gram_error(basis_EnR)
+        ctx.save_for_backward(basis_EnR, error_ERR)
+        return error_ERR.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        basis_EnR, error_ERR = ctx.saved_tensors
+        gradient: Tensor = basis_EnR @ (error_ERR * (4 * grad))
+        return gradient
+
+
+def orthogonality_penalty(basis_EnR: Tensor) -> Tensor:
+    """Σ_e ‖UᵀU − I‖²_F of one stack of bases, a scalar.
+
+    >>> orthogonality_penalty(torch.eye(4)[None, :, :2]).item()
+    0.0
+    """
+    penalty: Tensor = _OrthogonalityPenalty.apply(basis_EnR)
+    return penalty
+
+
+def polar_factor(basis_EnR: Tensor) -> Tensor:
+    """The nearest orthonormal basis of each expert (Frobenius norm): U (UᵀU)^(−1/2), in float64.
+
+    Columns keep their place and their meaning: no other orthonormal set is closer to them.
+    """
+    basis_EnR = basis_EnR.double()
+    eigenvalue_ER, eigenvector_ERR = torch.linalg.eigh(basis_EnR.mT @ basis_EnR)
+    if bool((eigenvalue_ER[:, 0] <= 1e-10 * eigenvalue_ER[:, -1]).any()):
+        # Squaring the condition number in the Gram matrix would lose a nearly dependent column.
+        left, _, right = torch.linalg.svd(basis_EnR, full_matrices=False)
+        nearest_EnR: Tensor = left @ right
+        return nearest_EnR
+    inverse_root_ERR = (eigenvector_ERR * eigenvalue_ER.rsqrt().unsqueeze(-2)) @ eigenvector_ERR.mT
+    nearest_EnR = basis_EnR @ inverse_root_ERR
+    return nearest_EnR

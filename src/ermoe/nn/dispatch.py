@@ -1,0 +1,101 @@
+"""From tokens to rows sorted by expert, and back: dispatch knows nothing of scores.
+
+Two stable sorts fix the order of every sum, so the result is the same in every run and on every device; nothing is
+added atomically. Gathering rows and summing them per token are each other's gradients, and are written as such.
+
+Letters: T tokens, D width, A pairs of token and expert, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ermoe.nn.routing import Routing, count_pairs
+
+
+@dataclass(slots=True)
+class Plan:
+    """The pairs in expert order, and the way back to tokens.
+
+    ``slot_A`` lists, token by token, where the token's pairs stand in expert order; the pairs of token t start at
+    ``start_T[t]``.
+    """
+
+    token_A: Tensor
+    weight_A: Tensor
+    count_E: Tensor
+    slot_A: Tensor
+    start_T: Tensor
+
+
+def plan(routing: Routing) -> Plan:
+    """Sorts a routing's pairs by expert."""
+    by_expert_A = torch.argsort(routing.expert_A, stable=True)
+    token_A = routing.token_A[by_expert_A]
+    pairs_T = count_pairs(token_A, routing.num_tokens)
+    return Plan(
+        token_A=token_A,
+        weight_A=routing.weight_A[by_expert_A],
+        count_E=count_pairs(routing.expert_A, routing.num_experts),
+        slot_A=torch.argsort(token_A, stable=True),
+        start_T=pairs_T.cumsum(0) - pairs_T,
+    )
+
+
+def _sum_per_token(y_AD: Tensor, weight_A: Tensor | None, slot_A: Tensor, start_T: Tensor) -> Tensor:
+    weight = None if weight_A is None else weight_A[slot_A]
+    return F.embedding_bag(slot_A, y_AD, start_T, mode="sum", per_sample_weights=weight)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TD: Tensor, token_A: Tensor, slot_A: Tensor, start_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_A, start_T)
+        return x_TD[token_A]
+
+    @staticmethod
+    def backward(ctx: Any, grad_AD: Tensor) -> tuple[Tensor, None, None, None]:
+        slot_A, start_T = ctx.saved_tensors
+        return _in_float(lambda grad: _sum_per_token(grad, None, slot_A, start_T), grad_AD), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, y_AD: Tensor, weight_A: Tensor, token_A: Tensor, slot_A: Tensor, start_T: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y_AD, weight_A, token_A)
+        return _sum_per_token(y_AD, weight_A, slot_A, start_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        y_AD, weight_A, token_A = ctx.saved_tensors
+        grad_AD = grad_TD[token_A]
+        return grad_AD * weight_A.unsqueeze(1), (grad_AD * y_AD).sum(1), None, None, None
+
+
+def _in_float(function: Any, grad: Tensor) -> Tensor:
+    """Half-precision gradients are summed in float32."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    result: Tensor = function(grad.to(wide)).to(grad.dtype)
+    return result
+
+
+def gather(x_TD: Tensor, plan: Plan) -> Tensor:
+    """The tokens' rows in expert order, (A, D)."""
+    rows: Tensor = _Gather.apply(x_TD, plan.token_A, plan.slot_A, plan.start_T)
+    return rows
+
+
+def combine(y_AD: Tensor, plan: Plan) -> Tensor:
+    """Σ_e w_e(i) f_e(x_i) (Eq. 8), (T, D), in the weights' precision; tokens without an expert get zeros."""
+    combined: Tensor = _Combine.apply(
+        y_AD.to(plan.weight_A.dtype), plan.weight_A, plan.token_A, plan.slot_A, plan.start_T
+    )
+    return combined

@@ -1,0 +1,222 @@
+"""The experts: MLPs whose weights are stacked over experts, kept as U diag(s) Vᵀ or as plain matrices.
+
+Row convention: y = x W + b. Experts know nothing of routing; they are given rows sorted by expert.
+
+Letters: E experts, A rows, D model width, H hidden width, I input and O output width of one weight, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn import products
+from ermoe.nn.basis import random_basis
+from ermoe.nn.products import Products
+
+
+class EigenLinear(nn.Module):
+    """E linear maps, W = U diag(s) Vᵀ each, with orthonormal columns in U (E, I, R) and V (E, O, R)."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_dim: int,
+        out_dim: int,
+        rank: int,
+        *,
+        bias: bool = True,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= rank <= min(in_dim, out_dim):
+            raise ValueError(
+                f"rank={rank}: a {in_dim}×{out_dim} weight has at most {min(in_dim, out_dim)} orthonormal directions; "
+                f"use 1 <= rank <= {min(in_dim, out_dim)}"
+            )
+        self.U = nn.Parameter(torch.empty(num_experts, in_dim, rank, device=device, dtype=dtype))
+        self.s = nn.Parameter(torch.empty(num_experts, rank, device=device, dtype=dtype))
+        self.V = nn.Parameter(torch.empty(num_experts, out_dim, rank, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_dim, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Random orthonormal bases and equal s, with the Frobenius norm of a Xavier-initialised weight."""
+        if self.U.is_meta:
+            return
+        (num_experts, in_dim, rank), out_dim = self.U.shape, self.V.shape[1]
+        with torch.no_grad():
+            self.U.copy_(random_basis(num_experts, in_dim, rank, generator=generator))
+            self.V.copy_(random_basis(num_experts, out_dim, rank, generator=generator))
+            # R s² = ‖W‖² = I·O · 2 / (I + O)
+            self.s.fill_(math.sqrt(2 * in_dim * out_dim / ((in_dim + out_dim) * rank)))
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, x: Tensor, ops: Products) -> Tensor:
+        """((x U) · s) Vᵀ + b."""
+        return ops.linear(ops.scale(ops.linear(x, self.U), self.s), self.V, self.bias, transposed=True)
+
+    def weight(self) -> Tensor:
+        """The materialised weights, (E, I, O)."""
+        return (self.U * self.s.unsqueeze(1)) @ self.V.mT
+
+
+class DenseLinear(nn.Module):
+    """E linear maps with plain weights (E, I, O)."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        bias: bool = True,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.empty(num_experts, in_dim, out_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_dim, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Xavier-uniform weights, zero biases."""
+        if self.W.is_meta:
+            return
+        in_dim, out_dim = self.W.shape[1:]
+        bound = math.sqrt(6 / (in_dim + out_dim))
+        with torch.no_grad():
+            self.W.uniform_(-bound, bound, generator=generator)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, x: Tensor, ops: Products) -> Tensor:
+        """x W + b."""
+        return ops.linear(x, self.W, self.bias)
+
+    def weight(self) -> Tensor:
+        """The weights, (E, I, O)."""
+        return self.W
+
+
+class Experts(nn.Module):
+    """E feed-forward networks of one shape: down(act(up(x))), or down(act(gate(x)) · up(x)) when gated.
+
+    >>> experts = eigen_experts(8, 16, num_experts=2, rank=4)
+    >>> experts(torch.randn(5, 8), torch.tensor([3, 2])).shape  # three rows for expert 0, two for expert 1
+    torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        up: EigenLinear | DenseLinear,
+        down: EigenLinear | DenseLinear,
+        *,
+        gate: EigenLinear | DenseLinear | None = None,
+        act_layer: Callable[[], nn.Module] = nn.GELU,
+        drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.up = up
+        self.down = down
+        self.act = act_layer()
+        self.drop = nn.Dropout(drop)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, E."""
+        return next(self.parameters()).shape[0]
+
+    @property
+    def token_basis(self) -> Tensor | None:
+        """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
+        entry = self.up if self.gate is None else self.gate
+        return entry.U if isinstance(entry, EigenLinear) else None
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws all weights anew."""
+        for linear in self.linears():
+            linear.reset_parameters(generator)
+
+    def linears(self) -> list[EigenLinear | DenseLinear]:
+        """The stacked weights in the order in which a token meets them."""
+        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+
+    def expert(self, x: Tensor, ops: Products) -> Tensor:
+        """One expert's function, whatever ``ops`` makes of it (see `ermoe.nn.products`)."""
+        hidden = self.up(x, ops)
+        hidden = self.act(hidden) if self.gate is None else self.act(self.gate(x, ops)) * hidden
+        output: Tensor = self.drop(self.down(self.drop(hidden), ops))
+        return output
+
+    def forward(self, x_AD: Tensor, count_E: Tensor) -> Tensor:
+        """Expert outputs of rows sorted by expert, ``count_E`` rows each, (A, D)."""
+        if self.prefers_grouped(x_AD):
+            return products.grouped(self.expert, x_AD, count_E)
+        return products.expert_at_a_time(self.expert, x_AD, count_E)
+
+    def every_expert(self, x_TD: Tensor) -> Tensor:
+        """All experts' outputs for all tokens, (E, T, D)."""
+        return products.every_expert(self.expert, x_TD, self.num_experts)
+
+    def prefers_grouped(self, x: Tensor) -> bool:
+        """Grouped products on accelerators and in traced graphs, wherever the kernel takes the shapes."""
+        return (x.is_cuda or torch.compiler.is_compiling()) and products.fits_grouped(x, *self._widths())
+
+    def _widths(self) -> list[int]:
+        return [size for linear in self.linears() for p in linear.parameters() if p.dim() == 3 for size in p.shape[1:]]
+
+
+def eigen_experts(
+    dim: int,
+    hidden_dim: int,
+    *,
+    num_experts: int,
+    rank: int,
+    gated: bool = False,
+    act_layer: Callable[[], nn.Module] = nn.GELU,
+    bias: bool = True,
+    drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Experts:
+    """Experts whose weights are kept as U diag(s) Vᵀ of the given rank, from random orthonormal bases."""
+
+    def linear(in_dim: int, out_dim: int) -> EigenLinear:
+        return EigenLinear(
+            num_experts, in_dim, out_dim, rank, bias=bias, generator=generator, device=device, dtype=dtype
+        )
+
+    gate = linear(dim, hidden_dim) if gated else None
+    return Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
+
+
+def dense_experts(
+    dim: int,
+    hidden_dim: int,
+    *,
+    num_experts: int,
+    gated: bool = False,
+    act_layer: Callable[[], nn.Module] = nn.GELU,
+    bias: bool = True,
+    drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Experts:
+    """Experts with plain weights."""
+
+    def linear(in_dim: int, out_dim: int) -> DenseLinear:
+        return DenseLinear(num_experts, in_dim, out_dim, bias=bias, generator=generator, device=device, dtype=dtype)
+
+    gate = linear(dim, hidden_dim) if gated else None
+    return Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)

@@ -1,0 +1,159 @@
+"""Keeping every basis of a model orthonormal: the penalty during training, the retraction between epochs.
+
+Under FSDP2 the stacked parameters are sharded over experts, so each process holds whole bases: the penalty is summed
+over processes, and every process retracts its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_factor
+from ermoe.nn.experts import DenseLinear, EigenLinear
+from ermoe.nn.scores import LogitScore, PrototypeScore, Score
+
+
+@dataclass(slots=True, frozen=True)
+class Retraction:
+    """What `retract` did to one stack of weights: the worst expert's figures.
+
+    ``error_before`` and ``error_after`` are spectral, max(‖UᵀU − I‖₂, ‖VᵀV − I‖₂); ``weight_change`` is the relative
+    change of W in the Frobenius norm.
+    """
+
+    error_before: float
+    error_after: float
+    weight_change: float
+
+
+def bases(model: nn.Module) -> Iterator[Tensor]:
+    """Every stack of bases (E, n, R) of a model: U and V of the experts, and routing bases of their own."""
+    for module in model.modules():
+        if isinstance(module, EigenLinear):
+            yield module.U
+            yield module.V
+        elif isinstance(module, Score) and module.basis is not None:
+            yield module.basis
+
+
+def orthogonality_loss(model: nn.Module) -> Tensor:
+    """Σ over layers, experts and bases of ‖UᵀU − I‖²_F (Eq. 9), a differentiable scalar; 0 without bases.
+
+    >>> from ermoe.nn import EigenMoE
+    >>> bool(orthogonality_loss(EigenMoE(16, num_experts=2)) < 1e-9)
+    True
+    """
+    penalties = [_penalty(basis) for basis in bases(model)]
+    return torch.stack(penalties).sum() if penalties else torch.zeros(())
+
+
+def _penalty(basis: Tensor) -> Tensor:
+    if not isinstance(basis, DTensor):
+        return orthogonality_penalty(basis)
+    return _SumOverProcesses.apply(orthogonality_penalty(basis.to_local()))  # type: ignore[no-any-return]
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum of all processes' shares. Each process owns the gradient of its own share and no other."""
+
+    @staticmethod
+    def forward(ctx: object, share: Tensor) -> Tensor:
+        total = share.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+@torch.no_grad()
+def retract(model: nn.Module) -> dict[str, Retraction]:
+    """Replaces every basis by the nearest orthonormal one and refits s, in place; call it once an epoch.
+
+    Columns keep their place, so the ones that route go on routing. Returns what was done, by module name.
+    """
+    report = {}
+    for name, module in model.named_modules():
+        if isinstance(module, EigenLinear):
+            report[name] = _over_processes(
+                _retract_factors(_local(module.U), _local(module.s), _local(module.V)), module.U
+            )
+        elif isinstance(module, Score) and module.basis is not None:
+            report[name] = _over_processes(_retract_alone(_local(module.basis)), module.basis)
+    return report
+
+
+def _retract_factors(U: Tensor, s: Tensor, V: Tensor) -> Retraction:
+    if U.shape[0] == 0:  # more processes than experts
+        return Retraction(0.0, 0.0, 0.0)
+    before = _worst(U, V)
+    old_U, old_s, old_V = U.double(), s.double(), V.double()
+    new_U, new_V = polar_factor(U), polar_factor(V)
+    # s'_i = (QᵤᵀWQᵥ)_ii with W = U diag(s) Vᵀ, through the R×R products alone
+    turned_U, turned_V = new_U.mT @ old_U, new_V.mT @ old_V
+    new_s = ((turned_U * old_s.unsqueeze(1)) * turned_V).sum(-1)
+    U.copy_(new_U), s.copy_(new_s), V.copy_(new_V)
+    change = _relative_change((old_U, old_s, old_V), (U.double(), s.double(), V.double()))
+    return Retraction(before, _worst(U, V), change)
+
+
+def _retract_alone(basis: Tensor) -> Retraction:
+    if basis.shape[0] == 0:
+        return Retraction(0.0, 0.0, 0.0)
+    before = float(orthonormality_error(basis).max())
+    basis.copy_(polar_factor(basis))
+    return Retraction(before, float(orthonormality_error(basis).max()), 0.0)
+
+
+def _worst(*stacks: Tensor) -> float:
+    return max(float(orthonormality_error(stack).max()) for stack in stacks)
+
+
+def _relative_change(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor]) -> float:
+    """max_e ‖W' − W‖ / ‖W‖ without building a W: ⟨U s Vᵀ, Q t Pᵀ⟩ = Σ_ij s_i (UᵀQ)_ij t_j (VᵀP)_ij."""
+
+    def inner(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return torch.einsum("ei,eij,ej,eij->e", a[1], a[0].mT @ b[0], b[1], a[2].mT @ b[2])
+
+    before = inner(old, old)
+    squared_change = (before - 2 * inner(old, new) + inner(new, new)).clamp_min(0)
+    return float((squared_change / before.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().max())
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _over_processes(own: Retraction, parameter: Tensor) -> Retraction:
+    if not isinstance(parameter, DTensor):
+        return own
+    worst = torch.tensor([own.error_before, own.error_after, own.weight_change], device=parameter.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return Retraction(*worst.tolist())
+
+
+def no_weight_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay must not touch: bases, s, ψ, gates' offsets, expert biases.
+
+    Decay would pull the columns of a basis away from length one. Expert biases are listed because they are stacked,
+    (E, n), and so escape the usual rule that exempts vectors.
+    """
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        exempt: tuple[str, ...] = ()
+        if isinstance(module, EigenLinear):
+            exempt = ("U", "s", "V", "bias")
+        elif isinstance(module, DenseLinear):
+            exempt = ("bias",)
+        elif isinstance(module, Score) and not isinstance(module, LogitScore):
+            exempt = ("basis", "psi") if isinstance(module, PrototypeScore) else ("basis",)
+        own = dict(module.named_parameters(recurse=False))
+        names.update(f"{prefix}.{name}" if prefix else name for name in exempt if name in own)
+    return names

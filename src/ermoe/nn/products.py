@@ -1,0 +1,116 @@
+"""How rows sorted by expert meet the experts' stacked weights: the one replaceable piece of the layer.
+
+An expert is written once, in terms of ``linear`` and ``scale`` of a `Products`; the three classes here decide what
+those mean. `ExpertAtATime` suits the CPU, where one expert's activations stay in cache. `Grouped` has static shapes
+and needs no host sync, so it suits CUDA and ``torch.compile``. `EveryExpert` runs every expert on every token, with
+nothing but ordinary matrix products, for exporters and as the slow twin of the others.
+
+Letters: A rows (pairs sorted by expert), E experts, I input and O output width of one weight, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Products(Protocol):
+    """The two operations of which every expert is made."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        """x W + b with the rows' own expert; ``weight`` is (E, I, O), or (E, O, I) if ``transposed``."""
+
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x · s, column by column, with the rows' own expert; ``factor`` is (E, I)."""
+
+
+Expert = Callable[[Tensor, Products], Tensor]
+
+
+class _OneExpert:
+    """Products with the weights of a single expert.
+
+    A stacked parameter is unbound once: its gradient is then assembled by one stack. Indexing it expert by expert
+    would instead build one gradient of full size per expert.
+    """
+
+    def __init__(self) -> None:
+        self.expert = 0
+        self._unbound: dict[int, tuple[Tensor, ...]] = {}
+
+    def _own(self, stacked: Tensor) -> Tensor:
+        return self._unbound.setdefault(id(stacked), stacked.unbind(0))[self.expert]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        own = self._own(weight).t() if transposed else self._own(weight)
+        return x @ own if bias is None else torch.addmm(self._own(bias), x, own)
+
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x * self._own(factor).to(x.dtype)
+
+
+class _GroupedRows:
+    """Products of all experts at once with ``grouped_mm``, rows sorted by expert."""
+
+    def __init__(self, count_E: Tensor, num_rows: int) -> None:
+        self._end_E = count_E.cumsum(0).to(torch.int32)
+        experts = torch.arange(len(count_E), device=count_E.device)
+        self._expert_A = torch.repeat_interleave(experts, count_E, output_size=num_rows)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        dtype = _compute_dtype(x)  # grouped_mm is unknown to autocast
+        weight = weight.mT if transposed else weight
+        y = F.grouped_mm(x.to(dtype), weight.to(dtype), offs=self._end_E)
+        return y if bias is None else y + bias.to(dtype)[self._expert_A]
+
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x * factor.to(x.dtype)[self._expert_A]
+
+
+class _AllExperts:
+    """Products of every expert with every row: x is (E, T, I)."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        weight = weight.mT if transposed else weight
+        y = x @ weight
+        return y if bias is None else y + bias.unsqueeze(1).to(y.dtype)
+
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x * factor.unsqueeze(1).to(x.dtype)
+
+
+def expert_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
+    """All products of one expert on its rows, then the next expert. Reads the counts on the host."""
+    products = _OneExpert()
+    outputs = []
+    for products.expert, rows in enumerate(torch.split(x_AD, count_E.tolist())):
+        outputs.append(expert(rows, products))
+    return torch.cat(outputs)
+
+
+def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
+    """Each product of all experts in one call of ``torch.nn.functional.grouped_mm``."""
+    return expert(x_AD, _GroupedRows(count_E, len(x_AD)))
+
+
+def every_expert(expert: Expert, x_TD: Tensor, num_experts: int) -> Tensor:
+    """Every expert on every token, (E, T, D): E / K times the work of the sparse paths, and static shapes."""
+    return expert(x_TD.expand(num_experts, *x_TD.shape), _AllExperts())
+
+
+def fits_grouped(x: Tensor, *widths: int) -> bool:
+    """Whether ``grouped_mm`` takes these rows: no float64, and strides that are multiples of 16 bytes."""
+    dtype = _compute_dtype(x)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return all(width * dtype.itemsize % 16 == 0 for width in widths)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

@@ -1,0 +1,163 @@
+"""The router of ERMoE: thresholded top-k over scores, with offsets for balance and an optional capacity.
+
+Letters: G groups (images) of S tokens, T = G·S tokens, D width, E experts, K experts per token, R basis rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn.balance import Balance
+from ermoe.nn.capacity import places, within_capacity
+from ermoe.nn.routing import Routing
+from ermoe.nn.scores import Score
+
+_WEIGHT_FLOOR = 1e-3
+
+
+class Router(nn.Module, ABC):
+    """Decides which experts see which tokens. ``num_experts`` and ``needs_context`` are known before any forward."""
+
+    num_experts: int
+    needs_context = False
+
+    @abstractmethod
+    def forward(
+        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+    ) -> Routing:
+        """The routing of all tokens; ``basis_EDR`` is the experts' token basis, which some routers borrow."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the router's parameters anew, if it has any."""
+
+    def observe(self, routing: Routing) -> None:
+        """Called once per training forward, for routers that keep count."""
+
+
+def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
+    """Ids of the k largest entries of each row, best first; of equal entries the lower id wins.
+
+    >>> stable_top_k(torch.tensor([[0.5, 0.9, 0.9]]), 2).tolist()
+    [[1, 2]]
+    """
+    return torch.argsort(ranking_TE, dim=-1, descending=True, stable=True)[:, :k]
+
+
+class TopKRouter(Router):
+    """Ranks by score + offset, chooses K, weighs by the plain scores (Eq. 6 and 7).
+
+    A token "fell back" when no plain score reaches the threshold. With ``below_threshold="fill"``, the paper's rule,
+    experts below the threshold fill the K places, so the threshold changes the statistic and never the choice. With
+    ``"prune"`` they are left out, and a token that fell back keeps its single best expert.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        *,
+        num_experts: int,
+        top_k: int = 2,
+        threshold: float = 0.5,
+        below_threshold: str = "fill",
+        balance: Balance | None = None,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        if not 0 <= threshold < 1:
+            raise ValueError(f"threshold={threshold}: need 0 <= threshold < 1 (the paper uses 0.5)")
+        if below_threshold not in ("fill", "prune"):
+            raise ValueError(f"below_threshold={below_threshold!r}: use 'fill' (the paper's rule) or 'prune'")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor={capacity_factor}: use a positive number, or None for no limit")
+        self.score = score
+        self.balance = balance
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.threshold = threshold
+        self.below_threshold = below_threshold
+        self.capacity_factor = capacity_factor
+
+    @property
+    def needs_context(self) -> bool:  # type: ignore[override]
+        """Whether the score compares a token with its attention context."""
+        return self.score.needs_context
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the score's parameters anew and clears the offsets."""
+        self.score.reset_parameters(generator)
+        if self.balance is not None:
+            self.balance.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"
+
+    def forward(
+        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+    ) -> Routing:
+        context_TD = None if context_GSD is None else context_GSD.flatten(0, 1)
+        score_TE = self.score(x_GSD.flatten(0, 1), context_TD, basis_EDR)
+        return self.choose(score_TE, mask_GS, num_groups=x_GSD.shape[0])
+
+    def choose(self, score_TE: Tensor, mask_GS: Tensor | None = None, *, num_groups: int = 1) -> Routing:
+        """The decision on given scores."""
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        with torch.no_grad():
+            fell_back_T = score_TE.amax(-1) < self.threshold
+            expert_TK, kept_TK = self._select(score_TE, fell_back_T)
+            if mask_T is not None:
+                fell_back_T = fell_back_T & mask_T
+                kept_TK = mask_T.unsqueeze(1) & (True if kept_TK is None else kept_TK)
+        weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK)
+        admitted_TK, num_dropped = self._admit(expert_TK, kept_TK, num_groups)
+        return Routing.from_choice(
+            expert_TK,
+            weight_TK,
+            num_experts=self.num_experts,
+            kept_TK=admitted_TK,
+            score_TE=score_TE,
+            fell_back_T=fell_back_T,
+            mask_T=mask_T,
+            num_dropped=num_dropped,
+        )
+
+    def _select(self, score_TE: Tensor, fell_back_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Top-k ids by score + offset, and which of them the threshold keeps (None: all)."""
+        ranking_TE = score_TE if self.balance is None else score_TE + self.balance.offset_E
+        if self.below_threshold == "fill":
+            return stable_top_k(ranking_TE, self.top_k), None
+        eligible_TE = score_TE >= self.threshold
+        eligible_ranking_TE = ranking_TE.masked_fill(~eligible_TE, -torch.inf)
+        ranking_TE = torch.where(fell_back_T.unsqueeze(1), score_TE, eligible_ranking_TE)
+        expert_TK = stable_top_k(ranking_TE, self.top_k)
+        kept_TK = eligible_TE.gather(1, expert_TK)
+        first_K = torch.arange(self.top_k, device=score_TE.device) == 0
+        return expert_TK, kept_TK | (fell_back_T.unsqueeze(1) & first_K)
+
+    def _admit(self, expert_TK: Tensor, kept_TK: Tensor | None, num_groups: int) -> tuple[Tensor | None, Tensor | None]:
+        """Which proposals find a place within the capacity, and how many did not."""
+        if self.capacity_factor is None:
+            return kept_TK, None
+        shape_GSK = (num_groups, expert_TK.shape[0] // max(num_groups, 1), self.top_k)
+        capacity = places(shape_GSK[1], self.top_k, self.num_experts, self.capacity_factor)
+        wanted_GSK = torch.ones_like(expert_TK, dtype=torch.bool) if kept_TK is None else kept_TK
+        wanted_GSK = wanted_GSK.reshape(shape_GSK)
+        admitted_GSK = within_capacity(expert_TK.view(shape_GSK), self.num_experts, capacity, kept_GSK=wanted_GSK)
+        return admitted_GSK.reshape(expert_TK.shape), (wanted_GSK & ~admitted_GSK).sum()
+
+    def observe(self, routing: Routing) -> None:
+        if self.balance is not None:
+            self.balance.observe(routing)
+
+
+def _mixture_weights(score_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    """Eq. 7 with a floor: (max(score, 0) + ε) / Σ. The floor replaces 0/0 and bounds the gradient."""
+    positive_TK = score_TK.clamp_min(0) + _WEIGHT_FLOOR
+    if kept_TK is not None:
+        positive_TK = positive_TK * kept_TK
+    total_T = positive_TK.sum(-1, keepdim=True)
+    return positive_TK / torch.where(total_T > 0, total_T, 1)

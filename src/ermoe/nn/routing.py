@@ -1,0 +1,100 @@
+"""What a router decides, as one record that dispatch, balance and analyses all read.
+
+Letters: T tokens, E experts, K experts chosen per token, A (token, expert) pairs really assigned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Routing:
+    """Pairs of token and expert with their mixing weights.
+
+    The flat assignment ``token_A``, ``expert_A``, ``weight_A`` is all that dispatch needs, so token choice,
+    expert choice, pruning and capacity look the same to it. The other fields describe the decision and may be
+    ``None`` for methods that have no such notion.
+
+    ``kept_TK`` tells which of the proposals ``expert_TK`` became pairs: a proposal is not kept when its token is
+    masked, its score was pruned by the threshold or its expert was full. In a traced graph, where shapes are fixed,
+    proposals that are not kept stay in the flat assignment with weight zero.
+
+    >>> choice = torch.tensor([[0, 1], [2, 0]])
+    >>> kept = torch.tensor([[True, True], [True, False]])
+    >>> routing = Routing.from_choice(choice, torch.full((2, 2), 0.5), num_experts=3, kept_TK=kept)
+    >>> routing.token_A.tolist(), routing.expert_A.tolist(), routing.count_E.tolist()
+    ([0, 0, 1], [0, 1, 2], [1, 1, 1])
+    """
+
+    token_A: Tensor
+    expert_A: Tensor
+    weight_A: Tensor
+    num_tokens: int
+    num_experts: int
+    count_E: Tensor
+    expert_TK: Tensor | None = None
+    weight_TK: Tensor | None = None
+    kept_TK: Tensor | None = None
+    score_TE: Tensor | None = None
+    fell_back_T: Tensor | None = None
+    mask_T: Tensor | None = None
+    num_dropped: Tensor | None = None
+
+    @classmethod
+    def from_choice(
+        cls,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        *,
+        num_experts: int,
+        kept_TK: Tensor | None = None,
+        score_TE: Tensor | None = None,
+        fell_back_T: Tensor | None = None,
+        mask_T: Tensor | None = None,
+        num_dropped: Tensor | None = None,
+    ) -> Routing:
+        """The record of a token-choice decision; ``kept_TK=None`` keeps every proposal."""
+        num_tokens, top_k = expert_TK.shape
+        token_TK = torch.arange(num_tokens, device=expert_TK.device).unsqueeze(1).expand(-1, top_k)
+        if kept_TK is None:
+            token_A, expert_A, weight_A = token_TK.reshape(-1), expert_TK.reshape(-1), weight_TK.reshape(-1)
+            count_E = count_pairs(expert_A, num_experts)
+        else:
+            weight_TK = weight_TK.masked_fill(~kept_TK, 0)
+            count_E = count_pairs(expert_TK.reshape(-1), num_experts, kept_TK.reshape(-1))
+            pairs = (token_TK, expert_TK, weight_TK)
+            if torch.compiler.is_compiling():  # shapes must not depend on data
+                token_A, expert_A, weight_A = (part.reshape(-1) for part in pairs)
+            else:
+                token_A, expert_A, weight_A = (part[kept_TK] for part in pairs)
+        return cls(
+            token_A=token_A,
+            expert_A=expert_A,
+            weight_A=weight_A,
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+            count_E=count_E,
+            expert_TK=expert_TK,
+            weight_TK=weight_TK,
+            kept_TK=kept_TK,
+            score_TE=score_TE,
+            fell_back_T=fell_back_T,
+            mask_T=mask_T,
+            num_dropped=num_dropped,
+        )
+
+    def dense_weights(self) -> Tensor:
+        """The mixing weights as a matrix (T, E), zero where a token does not use an expert."""
+        flat = self.weight_A.new_zeros(self.num_tokens * self.num_experts)
+        index = self.token_A * self.num_experts + self.expert_A
+        return flat.scatter_add(0, index, self.weight_A).view(self.num_tokens, self.num_experts)
+
+
+def count_pairs(expert_A: Tensor, num_experts: int, kept_A: Tensor | None = None) -> Tensor:
+    """How many pairs each expert has. Integer adds commute, so the result is deterministic on every device."""
+    ones_A = torch.ones_like(expert_A) if kept_A is None else kept_A.to(expert_A.dtype)
+    return expert_A.new_zeros(num_experts).scatter_add(0, expert_A, ones_A)

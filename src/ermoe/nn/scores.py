@@ -1,0 +1,194 @@
+"""How well each token fits each expert: the scores among which a router chooses.
+
+Every score is computed in at least float32 whatever autocast says, because half precision invents ties.
+
+Letters: T tokens, D model width, E experts, R basis rank, r routing rank (the first r columns of a basis route).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn.basis import random_basis
+
+_SMALLEST_SQUARED_NORM = 1e-20
+
+
+def project(x_TD: Tensor, basis_EDr: Tensor) -> Tensor:
+    """Uᵀx for every expert in one product, (T, E, r) (Eq. 4)."""
+    num_experts, dim, route_rank = basis_EDr.shape
+    columns = basis_EDr.transpose(0, 1).reshape(dim, num_experts * route_rank)
+    return (x_TD @ columns).view(-1, num_experts, route_rank)
+
+
+def cosine(u: Tensor, v: Tensor) -> Tensor:
+    """⟨u, v⟩ / (‖u‖ ‖v‖) over the last axis (Eq. 5); exactly 0, with zero gradient, where a vector vanishes."""
+    return _dot(u, v) * _inverse_norm(u) * _inverse_norm(v)
+
+
+def _dot(u: Tensor, v: Tensor) -> Tensor:
+    return (u * v).sum(-1)
+
+
+def _inverse_norm(u: Tensor) -> Tensor:
+    squared = _dot(u, u)
+    return torch.where(squared > _SMALLEST_SQUARED_NORM, squared, math.inf).rsqrt()
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[None]:
+    """Switches autocast off for the device of ``x``."""
+    if torch.amp.is_autocast_available(x.device.type):
+        off: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
+        return off
+    return nullcontext()
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32, or in its own precision if that is higher."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Score(nn.Module, ABC):
+    """A score of every token for every expert.
+
+    ``basis_EDR`` is what the experts offer as their token basis. A score that needs a basis and gets experts with
+    plain weights keeps one of its own, ``self.basis``.
+    """
+
+    needs_context = False
+    needs_basis = False
+    square_basis_is_blind = False  # whether r = D makes the score equal over experts
+
+    def __init__(self, route_rank: int | None = None) -> None:
+        super().__init__()
+        self.route_rank = route_rank
+        self.basis: nn.Parameter | None = None
+
+    def own_basis(
+        self,
+        num_experts: int,
+        dim: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Gives the score a routing basis (E, D, r) of its own, for experts that have none."""
+        assert self.route_rank is not None
+        self.basis = nn.Parameter(torch.empty(num_experts, dim, self.route_rank, device=device, dtype=dtype))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the score's own parameters anew."""
+        if self.basis is not None and not self.basis.is_meta:
+            with torch.no_grad():
+                self.basis.copy_(random_basis(*self.basis.shape, generator=generator))
+
+    def forward(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDR: Tensor | None) -> Tensor:
+        """Scores (T, E), in at least float32."""
+        with full_precision(x_TD):
+            context = None if context_TD is None else widen(context_TD)
+            return self.score(widen(x_TD), context, self._routing_basis(basis_EDR))
+
+    def _routing_basis(self, basis_EDR: Tensor | None) -> Tensor | None:
+        basis = self.basis if self.basis is not None else basis_EDR
+        return None if basis is None or not self.needs_basis else widen(basis[:, :, : self.route_rank])
+
+    @abstractmethod
+    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+        """The formula itself, on float32 tensors, with the routing columns of the basis."""
+
+
+class EigenbasisScore(Score):
+    """cos(Uᵀx, Uᵀc): how well a token and its attention context agree within an expert's subspace (Eq. 5)."""
+
+    needs_context = True
+    needs_basis = True
+    square_basis_is_blind = True
+
+    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+        """In [−1, 1]."""
+        assert context_TD is not None
+        assert basis_EDr is not None
+        return cosine(project(x_TD, basis_EDr), project(context_TD, basis_EDr))
+
+
+class PrototypeScore(Score):
+    """cos(Uᵀx, ψ) with a learned direction ψ per expert (Alg. 2, ERMoE-ba); needs no context."""
+
+    needs_basis = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        route_rank: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(route_rank)
+        self.psi = nn.Parameter(torch.empty(num_experts, route_rank, device=device, dtype=dtype))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Random unit directions."""
+        super().reset_parameters(generator)
+        if not self.psi.is_meta:
+            with torch.no_grad():
+                self.psi.normal_(generator=generator)
+                self.psi.div_(self.psi.norm(dim=-1, keepdim=True))
+
+    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+        """In [−1, 1]."""
+        assert basis_EDr is not None
+        return cosine(project(x_TD, basis_EDr), widen(self.psi))
+
+
+class EnergyScore(Score):
+    """‖Uᵀx‖ / ‖x‖: the share of a token that lies within an expert's subspace; needs no context."""
+
+    needs_basis = True
+    square_basis_is_blind = True
+
+    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+        """In [0, 1]."""
+        assert basis_EDr is not None
+        projected_TEr = project(x_TD, basis_EDr)
+        squared_TE = _dot(projected_TEr, projected_TEr)
+        # The root has an infinite slope at 0, where a token is orthogonal to the whole subspace.
+        visible = squared_TE > _SMALLEST_SQUARED_NORM
+        norm_TE = torch.where(visible, squared_TE, 1.0).sqrt() * visible
+        return norm_TE * _inverse_norm(x_TD).unsqueeze(-1)
+
+
+class LogitScore(Score):
+    """softmax(x G) with a learned gate G (D, E): what the paper's "learned-logit router" ablation means."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(dim, num_experts, device=device, dtype=dtype))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Gaussian with the variance that keeps logits of unit-variance tokens at unit variance."""
+        if not self.gate.is_meta:
+            with torch.no_grad():
+                self.gate.normal_(std=self.gate.shape[0] ** -0.5, generator=generator)
+
+    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+        """In [0, 1], summing to 1 over experts."""
+        return (x_TD @ widen(self.gate)).softmax(-1)
