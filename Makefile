@@ -15,10 +15,10 @@ help:
 	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
 	@echo "  make bench    time the layer beside its peers"
-	@echo "  make setup    only install; with EXTRAS=\"brain clip\" also what those need"
+	@echo "  make setup    only install; EXTRAS=\"brain clip\" adds what those need"
 	@echo
-	@echo "Each of them first makes .venv, if need be: about 3.1 GB to download and 6 GB on disk, once (test and lint: 3.2 and 6.5)."
-	@echo "PYTHON=python3.12 picks another Python for that. Afterwards: $(BIN)/ermoe --help"
+	@echo "Each of them makes .venv first if need be, once: about 3.1 GB to download and 6 GB on disk"
+	@echo "(test and lint: 3.2 and 6.5). PYTHON=python3.12 picks another Python. Afterwards: $(BIN)/ermoe --help"
 
 setup:
 	@sh tools/setup.sh base $(EXTRAS)

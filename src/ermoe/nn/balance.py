@@ -23,7 +23,10 @@ from ermoe.nn.routing import Routing
 
 @dataclass(slots=True)
 class Seen:
-    """What the tokens since the last update did: pairs and score sums per expert, variance of scores, tokens."""
+    """What the tokens since the last update did.
+
+    Pairs and sum of scores per expert, sum over tokens of the variance of score + offset over experts, tokens.
+    """
 
     count_E: Tensor
     score_sum_E: Tensor
@@ -69,7 +72,8 @@ class Balance(nn.Module, ABC):
         assert routing.score_TE is not None
         score_TE = routing.score_TE.detach().float()
         real_T = score_TE.new_ones(len(score_TE)) if routing.mask_T is None else routing.mask_T.float()
-        variance_T = (score_TE - score_TE.mean(-1, keepdim=True)).square().mean(-1)
+        ranking_TE = score_TE + self.offset_E
+        variance_T = (ranking_TE - ranking_TE.mean(-1, keepdim=True)).square().mean(-1)
         totals = torch.stack([(variance_T * real_T).sum(), real_T.sum()])
         self._accumulator += torch.cat([routing.count_E.float(), real_T @ score_TE, totals])
 
@@ -81,9 +85,10 @@ class Balance(nn.Module, ABC):
 class OffsetBalance(Balance):
     """Steers the offsets towards equal load: each moves in proportion to its expert's shortfall.
 
-    The step is measured in σ, the spread of a token's scores over experts, because that is the distance on which an
-    offset changes a choice. The loop gain, and with it the damping, is then the same for scores that differ in the
-    third digit and for scores that fill [−1, 1].
+    The step is measured in σ, the spread over experts of what a token ranks them by, score + offset, because that is
+    the distance on which an offset changes a choice. The loop gain, and with it the damping, is then the same for
+    scores that differ in the third digit and for scores that fill [−1, 1], and offsets that are far too large
+    shrink in proportion to themselves.
     """
 
     def __init__(self, num_experts: int, *, rate: float = 0.1, device: torch.device | str | None = None) -> None:

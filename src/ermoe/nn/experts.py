@@ -136,6 +136,11 @@ class Experts(nn.Module):
         return next(self.parameters()).shape[0]
 
     @property
+    def dim(self) -> int:
+        """Width of the tokens, D."""
+        return next(self.up.parameters()).shape[1]
+
+    @property
     def token_basis(self) -> Tensor | None:
         """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
         entry = self.up if self.gate is None else self.gate

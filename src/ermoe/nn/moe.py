@@ -64,7 +64,7 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """The routing of ``x``, without running the experts and without counting."""
-        _check(x, context, mask, self.router.needs_context)
+        _check(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
         context_GSD = None if context is None else _groups(context)
         mask_GS = None if mask is None else _groups(mask.unsqueeze(-1)).squeeze(-1)
         routing: Routing = self.router(_groups(x), context_GSD, mask_GS, self.experts.token_basis)
@@ -208,9 +208,11 @@ def _groups(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def _check(x: Tensor, context: Tensor | None, mask: Tensor | None, needs_context: bool) -> None:
+def _check(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
+    if x.shape[-1] != dim:
+        raise ValueError(f"x has width {x.shape[-1]}, the experts have {dim}: build the layer with dim={x.shape[-1]}")
     if context is None and needs_context:
         raise ValueError(
             "this layer scores a token against its attention context, and without one every score is 1: pass "

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_factor
 from ermoe.nn.experts import DenseLinear, EigenLinear
@@ -54,23 +53,7 @@ def orthogonality_loss(model: nn.Module) -> Tensor:
 
 
 def _penalty(basis: Tensor) -> Tensor:
-    if not isinstance(basis, DTensor):
-        return orthogonality_penalty(basis)
-    return _SumOverProcesses.apply(orthogonality_penalty(basis.to_local()))  # type: ignore[no-any-return]
-
-
-class _SumOverProcesses(torch.autograd.Function):
-    """The sum of all processes' shares. Each process owns the gradient of its own share and no other."""
-
-    @staticmethod
-    def forward(ctx: object, share: Tensor) -> Tensor:
-        total = share.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad
+    return _over_processes(orthogonality_penalty(_whole_bases(basis)), basis, "sum")
 
 
 @torch.no_grad()
@@ -82,11 +65,10 @@ def retract(model: nn.Module) -> dict[str, Retraction]:
     report = {}
     for name, module in model.named_modules():
         if isinstance(module, EigenLinear):
-            report[name] = _over_processes(
-                _retract_factors(_local(module.U), _local(module.s), _local(module.V)), module.U
-            )
+            factors = (_whole_bases(factor).detach() for factor in (module.U, module.s, module.V))
+            report[name] = _worst_process(_retract_factors(*factors), module.U)
         elif isinstance(module, Score) and module.basis is not None:
-            report[name] = _over_processes(_retract_alone(_local(module.basis)), module.basis)
+            report[name] = _worst_process(_retract_alone(_whole_bases(module.basis).detach()), module.basis)
     return report
 
 
@@ -127,16 +109,28 @@ def _relative_change(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tens
     return float((squared_change / before.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().max())
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+def _worst_process(own: Retraction, parameter: Tensor) -> Retraction:
+    figures = torch.tensor([own.error_before, own.error_after, own.weight_change], device=parameter.device)
+    return Retraction(*_over_processes(figures, parameter, "max").tolist())
 
 
-def _over_processes(own: Retraction, parameter: Tensor) -> Retraction:
+def _whole_bases(parameter: Tensor) -> Tensor:
+    """The experts this process holds, each with its whole basis."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in parameter.placements):
+        raise ValueError(
+            f"a basis is sharded as {parameter.placements}: shard expert parameters over experts, Shard(0)"
+        )
+    return parameter.to_local()
+
+
+def _over_processes(own: Tensor, parameter: Tensor, reduce: str) -> Tensor:
+    """The sum or maximum over the processes among which ``parameter`` is sharded."""
     if not isinstance(parameter, DTensor):
         return own
-    worst = torch.tensor([own.error_before, own.error_after, own.weight_change], device=parameter.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return Retraction(*worst.tolist())
+    placements = [Partial(reduce) if placement.is_shard() else Replicate() for placement in parameter.placements]
+    return DTensor.from_local(own, parameter.device_mesh, placements).full_tensor()
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

@@ -111,7 +111,8 @@ class TopKRouter(Router):
             expert_TK, kept_TK = self._select(score_TE, fell_back_T)
             if mask_T is not None:
                 fell_back_T = fell_back_T & mask_T
-                kept_TK = mask_T.unsqueeze(1) & (True if kept_TK is None else kept_TK)
+                real_TK = mask_T.unsqueeze(1).expand_as(expert_TK)
+                kept_TK = real_TK if kept_TK is None else kept_TK & real_TK
         weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK)
         admitted_TK, num_dropped = self._admit(expert_TK, kept_TK, num_groups)
         return Routing.from_choice(

@@ -1,0 +1,64 @@
+"""All ways to do the sorted products give the same numbers, forwards and backwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from ermoe.nn import EigenMoE, dense_experts, eigen_experts, products
+
+KINDS = {
+    "eigen": lambda: eigen_experts(16, 32, num_experts=5, rank=8),
+    "eigen-gated": lambda: eigen_experts(16, 32, num_experts=5, rank=8, gated=True, act_layer=nn.SiLU),
+    "dense": lambda: dense_experts(16, 32, num_experts=5),
+    "dense-gated-no-bias": lambda: dense_experts(16, 32, num_experts=5, gated=True, bias=False),
+}
+
+
+def gradients(experts, x, y):
+    return torch.autograd.grad(y.square().sum(), [x, *experts.parameters()])
+
+
+@pytest.mark.parametrize("counts", [[4, 3, 2, 6, 5], [0, 20, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 19]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_products_equal_one_expert_at_a_time(kind, counts):
+    torch.manual_seed(0)
+    experts = KINDS[kind]()
+    x = torch.randn(sum(counts), 16, requires_grad=True)
+    count_E = torch.tensor(counts)
+    at_a_time = products.expert_at_a_time(experts.expert, x, count_E)
+    grouped = products.grouped(experts.expert, x, count_E)
+    torch.testing.assert_close(grouped, at_a_time, rtol=0, atol=1e-5)
+    for fast, slow in zip(gradients(experts, x, grouped), gradients(experts, x, at_a_time), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_expert_equals_each_expert_alone(kind):
+    torch.manual_seed(0)
+    experts = KINDS[kind]()
+    x = torch.randn(7, 16)
+    all_outputs = experts.every_expert(x)
+    for expert in range(5):
+        counts = torch.zeros(5, dtype=torch.long)
+        counts[expert] = 7
+        torch.testing.assert_close(all_outputs[expert], experts(x, counts), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"below_threshold": "prune"}, {"capacity_factor": 0.7}])
+def test_the_static_layer_equals_the_sorted_one(options):
+    torch.manual_seed(0)
+    layer = EigenMoE(16, num_experts=4, **options)
+    x, context = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    sorted_output = layer(x, context)
+    layer.every_expert = True
+    torch.testing.assert_close(layer(x, context), sorted_output, rtol=0, atol=1e-5)
+
+
+def test_grouped_products_refuse_what_the_kernel_cannot_take():
+    assert products.fits_grouped(torch.empty(1, dtype=torch.float32), 504, 768)
+    assert not products.fits_grouped(torch.empty(1, dtype=torch.float32), 6)  # 24 bytes
+    assert products.fits_grouped(torch.empty(1, dtype=torch.bfloat16), 8)
+    assert not products.fits_grouped(torch.empty(1, dtype=torch.bfloat16), 4)
+    assert not products.fits_grouped(torch.empty(1, dtype=torch.float64), 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not products.fits_grouped(torch.empty(1, dtype=torch.float32), 4)
