@@ -1,0 +1,85 @@
+"""`ermoe bench data`: whether reading and augmenting images holds up the training of a small model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ermoe.bench.clock import compare, take_turns
+from ermoe.bench.model import miniature
+from ermoe.bench.record import Bar, Result
+from ermoe.data.augment import Augmentation, Batch, Transform
+from ermoe.data.catalogue import open_images
+from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.loader import Loader
+from ermoe.data.order import Order
+from ermoe.models.upcycle import upcycle
+from ermoe.nn import orthogonality_loss, update_balance
+
+_BATCH = 100
+_PRELOADED, _LOADER, _FULL = "preloaded tensors", "loader, miniature preset", "loader, all augmentations of the paper"
+_RECIPES = {
+    _LOADER: Augmentation(),
+    _FULL: Augmentation(rand_ops=2, erase=0.25, mixup=0.8, cutmix=1.0),
+}
+
+
+def generated(num_images: int = 5_000) -> ImagesInMemory:
+    """Random images of CIFAR's shape."""
+    generator = torch.Generator().manual_seed(0)
+    return ImagesInMemory(
+        torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator),
+        found=f"{num_images} generated images",
+        split="train",
+        classes=[str(c) for c in range(10)],
+        label_N=torch.randint(0, 10, (num_images,), generator=generator),
+    )
+
+
+def endless(loader: Loader) -> Iterator[Batch]:
+    """Batches of one epoch after the other."""
+    for epoch in itertools.count():
+        for parts in loader.epoch(epoch):
+            yield from parts
+
+
+def training_step(batches: Iterator[Batch]) -> Callable[[], object]:
+    """A step of the sparse miniature that takes its batch from ``batches``."""
+    torch.manual_seed(0)
+    model = upcycle(miniature(), init="random").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> object:
+        batch = next(batches)
+        loss = F.cross_entropy(model(batch.image), batch.label) + 5e-5 * orthogonality_loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        update_balance(model)
+        return None
+
+    return run
+
+
+def run(data: Path | None, *, rounds: int, threads: int) -> Result:
+    """Steps on batches from the loader beside steps on batches that are ready in memory."""
+    torch.set_num_threads(threads)
+    images: Images = generated() if data is None else open_images(data, "train")
+    settings = {"data": images.found, "batch": _BATCH, "rounds": rounds, "threads": threads}
+    result = Result("data", settings, reference=_PRELOADED)
+    order = Order(len(images), _BATCH, seed=0)
+    loaders = {name: Loader(images, Transform(32, recipe), order) for name, recipe in _RECIPES.items()}
+    ready = list(itertools.islice(endless(loaders[_LOADER]), 8))
+    work = {_PRELOADED: training_step(itertools.cycle(ready))}
+    work |= {name: training_step(endless(loader)) for name, loader in loaders.items()}
+    table = "CIFAR miniature, training step of 100 images"
+    result.tables[table] = compare(take_turns(work, rounds=3 * rounds), _PRELOADED)
+    ratio = result.ratio(table, _LOADER)
+    result.figures["throughput from the loader / preloaded"] = 1 / ratio
+    result.figures["the same with all augmentations of the paper"] = 1 / result.ratio(table, _FULL)
+    result.bars = [Bar("throughput from the loader / preloaded, as a ratio of times", ratio, 1 / 0.9)]
+    return result

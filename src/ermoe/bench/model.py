@@ -1,0 +1,121 @@
+"""`ermoe bench model`: a whole ViT-B/16 in inference, and a training step of the CIFAR miniature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ermoe.bench.clock import compare, take_turns
+from ermoe.bench.memory import peak_megabytes
+from ermoe.bench.record import Bar, Result
+from ermoe.models.upcycle import upcycle
+from ermoe.nn import orthogonality_loss, update_balance
+from ermoe.nn.rivals.losses import auxiliary_loss
+
+_PAPER, _VMOE, _DENSE = "ermoe paper-b16", "V-MoE", "dense ViT-B/16"
+_SPARSE: dict[str, dict[str, Any]] = {
+    _VMOE: {"router": "v-moe"},
+    _PAPER: {"router": "eigen", "rank": 504, "route_rank": 56},
+    "ermoe upcycled, dense experts": {"router": "eigen", "experts": "dense"},
+    "ermoe upcycled, full rank": {"router": "eigen"},
+}
+
+
+def vit_b16(name: str) -> nn.Module:
+    """ViT-B/16 with random weights, sparse in every second block unless ``name`` is the dense one."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_base_patch16_224")
+    if name == _DENSE:
+        return model.eval()
+    return upcycle(model, init="random", inplace=True, **_SPARSE[name]).eval()
+
+
+def inference_of(model: nn.Module, images: Tensor) -> Callable[[], object]:
+    """One forward pass over ``images``."""
+
+    def run() -> object:
+        with torch.inference_mode():
+            return model(images)
+
+    return run
+
+
+def build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
+    """One model ready to run, for the process that measures its memory."""
+    torch.set_num_threads(threads)
+    return inference_of(vit_b16(name), torch.randn(images, 3, 224, 224))
+
+
+def miniature(hidden_ratio: float = 4.0) -> VisionTransformer:
+    """The CIFAR miniature: 32 px, patch 4 (65 tokens), width 96, depth 4."""
+    return VisionTransformer(
+        img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_classes=10, mlp_ratio=hidden_ratio
+    )
+
+
+def miniature_of_equal_flops() -> VisionTransformer:
+    """The dense miniature whose feed-forward networks in blocks 1 and 3 are as wide as the two experts of a token."""
+    model, wide = miniature(), miniature(hidden_ratio=8.0)
+    for block in (1, 3):
+        model.blocks[block].mlp = wide.blocks[block].mlp
+    return model
+
+
+def training_step_of(model: nn.Module, batch: int = 100) -> Callable[[], object]:
+    """Forward, backward, optimiser and everything else that belongs to a step of this model."""
+    model.train()
+    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> object:
+        loss = F.cross_entropy(model(images), labels) + 5e-5 * orthogonality_loss(model) + auxiliary_loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        update_balance(model)
+        return None
+
+    return run
+
+
+def run(*, images: int, rounds: int, threads: int) -> Result:
+    """Both parts."""
+    torch.set_num_threads(threads)
+    result = Result("model", {"images": images, "rounds": rounds, "threads": threads}, reference="first row")
+    pictures = torch.randn(images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    names = [_DENSE, *_SPARSE]
+    work = {name: inference_of(vit_b16(name), pictures) for name in names}
+    inference = "ViT-B/16 at 224 px, inference"
+    result.tables[inference] = compare(take_turns(work, rounds=rounds), _DENSE)
+    del work
+    result.figures |= {
+        f"peak memory MB, {name}": peak_megabytes(build_inference, name, images, threads) for name in names
+    }
+
+    torch.manual_seed(0)
+    steps = {"dense of equal active FLOPs": training_step_of(miniature_of_equal_flops())}
+    steps |= {"dense": training_step_of(miniature())}
+    for router in ("eigen", "v-moe", "logit"):
+        name = f"ermoe ({router})" if router == "eigen" else router
+        steps[name] = training_step_of(upcycle(miniature(), router=router, init="random"))
+    training = "CIFAR miniature, training step of 100 images"
+    result.tables[training] = compare(take_turns(steps, rounds=3 * rounds), "dense of equal active FLOPs")
+
+    peak = {name: result.figures[f"peak memory MB, {name}"] for name in names}
+    result.bars = [
+        Bar("inference, paper-b16 / V-MoE", result.ratio(inference, _PAPER, to=_VMOE), 0.98),
+        Bar("peak memory, paper-b16 / V-MoE", peak[_PAPER] / peak[_VMOE], 1.0),
+        Bar(
+            "inference, upcycled with dense experts / V-MoE",
+            result.ratio(inference, "ermoe upcycled, dense experts", to=_VMOE),
+            1.08,
+        ),
+        Bar("training step, ERMoE / dense of equal active FLOPs", result.ratio(training, "ermoe (eigen)"), 1.35),
+    ]
+    return result

@@ -1,0 +1,228 @@
+"""The candidates of the layer benchmark: ours, the rivals', and the implementations people use.
+
+All run on the same tokens with the parameters of a ViT feed-forward network times E. A peer that is not installed is
+left out.
+
+Letters: T tokens, D width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ermoe.nn import EigenMoE, MoE, Router, Routing
+from ermoe.nn.registry import build_layer
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The workload: images × tokens of width D, E experts of hidden width H, K of them per token."""
+
+    images: int = 8
+    tokens: int = 197
+    dim: int = 768
+    hidden_dim: int = 3072
+    num_experts: int = 8
+    top_k: int = 2
+
+
+class Forced(Router):
+    """A router whose decision is made beforehand: balanced (round robin) or collapsed (everything to K experts)."""
+
+    def __init__(self, shape: Shape, kind: str) -> None:
+        super().__init__()
+        self.num_experts = shape.num_experts
+        num_tokens = shape.images * shape.tokens
+        expert_TK = forced_choice(shape, kind)
+        weight_TK = torch.full((num_tokens, shape.top_k), 1 / shape.top_k)
+        self._routing = Routing.from_choice(expert_TK, weight_TK, num_experts=shape.num_experts)
+
+    def forward(
+        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+    ) -> Routing:
+        return self._routing
+
+
+def forced_choice(shape: Shape, kind: str) -> Tensor:
+    """Expert ids (T, K) of a forced routing.
+
+    >>> forced_choice(Shape(images=1, tokens=2, num_experts=3), "balanced").tolist()
+    [[0, 1], [2, 0]]
+    """
+    num_pairs = shape.images * shape.tokens * shape.top_k
+    wrap = shape.num_experts if kind == "balanced" else shape.top_k
+    return (torch.arange(num_pairs) % wrap).view(-1, shape.top_k)
+
+
+class TwoDenseFFNs(nn.Module):
+    """The floor: K plain feed-forward networks on all tokens, what the chosen experts need and nothing else."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(shape.dim, shape.hidden_dim) for _ in range(shape.top_k))
+        self.down = nn.ModuleList(nn.Linear(shape.hidden_dim, shape.dim) for _ in range(shape.top_k))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        outputs = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
+        return torch.stack(outputs).sum(0) if len(outputs) > 2 else sum(outputs[1:], outputs[0])
+
+
+class TransformersExperts(nn.Module):
+    """Hugging Face's experts with one of its backends, ViT-shaped (biases, GELU), behind a softmax gate."""
+
+    def __init__(self, shape: Shape, backend: str, routing: str) -> None:
+        from transformers.integrations.moe import use_experts_implementation
+
+        super().__init__()
+
+        class Experts(nn.Module):
+            def __init__(self, config: Any) -> None:
+                super().__init__()
+                self.num_experts = shape.num_experts
+                self.up_proj = nn.Parameter(torch.randn(shape.num_experts, shape.hidden_dim, shape.dim) * 0.02)
+                self.up_proj_bias = nn.Parameter(torch.zeros(shape.num_experts, shape.hidden_dim))
+                self.down_proj = nn.Parameter(torch.randn(shape.num_experts, shape.dim, shape.hidden_dim) * 0.02)
+                self.down_proj_bias = nn.Parameter(torch.zeros(shape.num_experts, shape.dim))
+                self.act_fn = nn.GELU()
+
+            def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+                """The library has no eager path for this shape; this one loops over the experts that were hit."""
+                y_TD = torch.zeros_like(x_TD)
+                for expert in expert_TK.unique().tolist():
+                    token, rank = (expert_TK == expert).nonzero(as_tuple=True)
+                    hidden = F.linear(x_TD[token], self.up_proj[expert], self.up_proj_bias[expert])
+                    rows = F.linear(self.act_fn(hidden), self.down_proj[expert], self.down_proj_bias[expert])
+                    y_TD.index_add_(0, token, rows * weight_TK[token, rank, None])
+                return y_TD
+
+        config = type("Config", (), {"_experts_implementation": backend})()
+        self.experts = use_experts_implementation(Experts, has_gate=False, has_bias=True)(config)
+        self.gate = nn.Linear(shape.dim, shape.num_experts, bias=False)
+        self.top_k = shape.top_k
+        self.forced_TK = None if routing == "natural" else forced_choice(shape, routing)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        if self.forced_TK is not None:
+            expert_TK, weight_TK = self.forced_TK, torch.full(self.forced_TK.shape, 1 / self.top_k)
+        else:
+            weight_TK, expert_TK = self.gate(x_TD).softmax(-1).topk(self.top_k)
+        output: Tensor = self.experts(x_TD, expert_TK, weight_TK).view(x.shape)
+        return output
+
+
+class MixtralBlock(nn.Module):
+    """Hugging Face's Mixtral block as it ships: SwiGLU experts of 2/3 the hidden width, so the same parameters."""
+
+    def __init__(self, shape: Shape, backend: str) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        super().__init__()
+        config = MixtralConfig(
+            hidden_size=shape.dim,
+            intermediate_size=shape.hidden_dim * 2 // 3,
+            num_local_experts=shape.num_experts,
+            num_experts_per_tok=shape.top_k,
+        )
+        config._experts_implementation = backend
+        self.block = MixtralSparseMoeBlock(config)
+        with torch.no_grad():
+            for parameter in self.block.parameters():
+                parameter.normal_(std=0.02)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        output = self.block(x)
+        return output[0] if isinstance(output, tuple) else output
+
+
+class _FirstOutput(nn.Module):
+    """A peer whose forward also returns losses."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        output = self.layer(x)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _st_moe(shape: Shape) -> nn.Module:
+    from st_moe_pytorch import MoE as StMoE
+
+    return _FirstOutput(
+        StMoE(dim=shape.dim, num_experts=shape.num_experts, gating_top_n=shape.top_k, differentiable_topk=False)
+    )
+
+
+def _soft_moe(shape: Shape) -> nn.Module:
+    from soft_moe_pytorch import SoftMoE
+
+    return _FirstOutput(SoftMoE(dim=shape.dim, seq_len=shape.tokens, num_experts=shape.num_experts))
+
+
+def _ours(router: str, shape: Shape, routing: str, **options: Any) -> nn.Module:
+    layer = build_layer(
+        router, shape.dim, shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k, **options
+    )
+    if routing != "natural":
+        assert isinstance(layer, MoE)
+        layer = MoE(Forced(shape, routing), layer.experts)
+    return layer
+
+
+Build = Callable[[Shape, str], nn.Module]
+
+_ROUTED: dict[str, tuple[str | None, Build]] = {
+    "ermoe R=504 r=56": (None, lambda shape, routing: _ours("eigen", shape, routing, rank=504, route_rank=56)),
+    "ermoe R=D": (None, lambda shape, routing: _ours("eigen", shape, routing)),
+    "ermoe dense experts": (None, lambda shape, routing: _ours("eigen", shape, routing, experts="dense")),
+    "our V-MoE": (None, lambda shape, routing: _ours("v-moe", shape, routing)),
+    "transformers loop": ("transformers", lambda shape, routing: TransformersExperts(shape, "eager", routing)),
+    "transformers grouped_mm": (
+        "transformers",
+        lambda shape, routing: TransformersExperts(shape, "grouped_mm", routing),
+    ),
+}
+_NATURAL: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
+    "Mixtral eager": ("transformers", lambda shape: MixtralBlock(shape, "eager")),
+    "Mixtral grouped_mm": ("transformers", lambda shape: MixtralBlock(shape, "grouped_mm")),
+    "st-moe-pytorch": ("st_moe_pytorch", _st_moe),
+    "soft-moe-pytorch": ("soft_moe_pytorch", _soft_moe),
+}
+
+
+def build(name: str, shape: Shape, routing: str = "natural") -> nn.Module:
+    """One candidate by its name."""
+    if name == "floor":
+        return TwoDenseFFNs(shape)
+    return _ROUTED[name][1](shape, routing) if name in _ROUTED else _NATURAL[name][1](shape)
+
+
+def available(routing: str = "natural") -> list[str]:
+    """Names of the candidates that are installed; peers whose routing cannot be forced take part only in "natural"."""
+    names = ["floor", *(name for name, (package, _) in _ROUTED.items() if package is None or find_spec(package))]
+    if routing == "natural":
+        names += [name for name, (package, _) in _NATURAL.items() if find_spec(package)]
+    return names
+
+
+def tokens(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens with the statistics of normalised features, and contexts that resemble them."""
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = (torch.randn(shape.images, shape.tokens, shape.dim, generator=generator) for _ in range(2))
+    return x, x.mean(1, keepdim=True) + 0.5 * x + 0.5 * noise
+
+
+def eigen_layer(shape: Shape, **options: Any) -> MoE:
+    """The layer of the paper's preset."""
+    options = {"rank": 504, "route_rank": 56} | options
+    return EigenMoE(shape.dim, shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k, **options)
