@@ -9,7 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ermoe.analysis.recorder import record_routing
+    from ermoe.models.calibrate import calibrate
+    from ermoe.models.count import count
+    from ermoe.models.dense import to_dense
+    from ermoe.models.export import export
+    from ermoe.models.freeze import freeze, unfreeze
+    from ermoe.models.io import load, save
+    from ermoe.models.merge import merge
+    from ermoe.models.presets import preset
+    from ermoe.models.upcycle import upcycle
+    from ermoe.models.weights.foreign import load_weights
     from ermoe.nn import EigenMoE, MoE, Routing, no_weight_decay, orthogonality_loss, retract, update_balance
+    from ermoe.nn.registry import build_layer
+    from ermoe.nn.rivals.losses import auxiliary_loss
 
 __version__ = "0.1.0.dev0"
 
@@ -17,13 +30,51 @@ _HOME = {
     "EigenMoE": "ermoe.nn",
     "MoE": "ermoe.nn",
     "Routing": "ermoe.nn",
+    "auxiliary_loss": "ermoe.nn.rivals.losses",
+    "build_layer": "ermoe.nn.registry",
+    "calibrate": "ermoe.models.calibrate",
+    "count": "ermoe.models.count",
+    "export": "ermoe.models.export",
+    "freeze": "ermoe.models.freeze",
+    "load": "ermoe.models.io",
+    "load_weights": "ermoe.models.weights.foreign",
+    "merge": "ermoe.models.merge",
     "no_weight_decay": "ermoe.nn",
     "orthogonality_loss": "ermoe.nn",
+    "preset": "ermoe.models.presets",
+    "record_routing": "ermoe.analysis.recorder",
     "retract": "ermoe.nn",
+    "save": "ermoe.models.io",
+    "to_dense": "ermoe.models.dense",
+    "unfreeze": "ermoe.models.freeze",
+    "upcycle": "ermoe.models.upcycle",
     "update_balance": "ermoe.nn",
 }
 
-__all__ = ["EigenMoE", "MoE", "Routing", "no_weight_decay", "orthogonality_loss", "retract", "update_balance"]
+__all__ = [
+    "EigenMoE",
+    "MoE",
+    "Routing",
+    "auxiliary_loss",
+    "build_layer",
+    "calibrate",
+    "count",
+    "export",
+    "freeze",
+    "load",
+    "load_weights",
+    "merge",
+    "no_weight_decay",
+    "orthogonality_loss",
+    "preset",
+    "record_routing",
+    "retract",
+    "save",
+    "to_dense",
+    "unfreeze",
+    "upcycle",
+    "update_balance",
+]
 
 
 def __getattr__(name: str) -> Any:

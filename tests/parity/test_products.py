@@ -62,3 +62,27 @@ def test_grouped_products_refuse_what_the_kernel_cannot_take():
     assert not products.fits_grouped(torch.empty(1, dtype=torch.float64), 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert not products.fits_grouped(torch.empty(1, dtype=torch.float32), 4)
+
+
+@pytest.mark.parametrize("rows", [10, 2000])
+@pytest.mark.parametrize("way", ["expert_at_a_time", "grouped", "every_expert"])
+def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monkeypatch):
+    """At full rank, R (I + O) > I O: with enough rows it pays to build W = U diag(s) Vᵀ."""
+    torch.manual_seed(0)
+    experts = eigen_experts(16, 32, num_experts=2, rank=16)
+    x = torch.randn(2 * rows, 16, requires_grad=True)
+    merges = []
+    monkeypatch.setattr(products, "_merge", lambda *factors, merge=products._merge: merges.append(1) or merge(*factors))
+    count_E = torch.tensor([rows, rows])
+    if way == "every_expert":
+        y = torch.cat([own[e * rows : (e + 1) * rows] for e, own in enumerate(experts.every_expert(x))])
+    else:
+        y = getattr(products, way)(experts.expert, x, count_E)
+    assert bool(merges) is (rows == 2000)
+    gradients_of_it = gradients(experts, x, y)
+    W1, W2 = experts.up.weight(), experts.down.weight()
+    hidden = nn.functional.gelu(x.view(2, rows, 16) @ W1 + experts.up.bias[:, None])
+    expected = (hidden @ W2 + experts.down.bias[:, None]).view(-1, 16)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
+    for fast, slow in zip(gradients_of_it, gradients(experts, x, expected), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-3)

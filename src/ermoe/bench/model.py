@@ -20,7 +20,7 @@ from ermoe.nn.rivals.losses import auxiliary_loss
 
 _PAPER, _VMOE, _DENSE = "ermoe paper-b16", "V-MoE", "dense ViT-B/16"
 _SPARSE: dict[str, dict[str, Any]] = {
-    _VMOE: {"router": "v-moe"},
+    _VMOE: {"router": "v-moe", "capacity_factor": None},
     _PAPER: {"router": "eigen", "rank": 504, "route_rank": 56},
     "ermoe upcycled, dense experts": {"router": "eigen", "experts": "dense"},
     "ermoe upcycled, full rank": {"router": "eigen"},

@@ -185,7 +185,7 @@ _ROUTED: dict[str, tuple[str | None, Build]] = {
     "ermoe R=504 r=56": (None, lambda shape, routing: _ours("eigen", shape, routing, rank=504, route_rank=56)),
     "ermoe R=D": (None, lambda shape, routing: _ours("eigen", shape, routing)),
     "ermoe dense experts": (None, lambda shape, routing: _ours("eigen", shape, routing, experts="dense")),
-    "our V-MoE": (None, lambda shape, routing: _ours("v-moe", shape, routing)),
+    "our V-MoE": (None, lambda shape, routing: _ours("v-moe", shape, routing, capacity_factor=None)),
     "transformers loop": ("transformers", lambda shape, routing: TransformersExperts(shape, "eager", routing)),
     "transformers grouped_mm": (
         "transformers",

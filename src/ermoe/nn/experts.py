@@ -59,7 +59,11 @@ class EigenLinear(nn.Module):
                 self.bias.zero_()
 
     def forward(self, x: Tensor, ops: Products) -> Tensor:
-        """((x U) · s) Vᵀ + b."""
+        """((x U) · s) Vᵀ + b, or x W + b where so many rows share an expert that building W first is cheaper."""
+        (_, in_dim, rank), out_dim = self.U.shape, self.V.shape[1]
+        saved_per_row = rank * (in_dim + out_dim) - in_dim * out_dim
+        if ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
+            return ops.merged(x, self.U, self.s, self.V, self.bias)
         return ops.linear(ops.scale(ops.linear(x, self.U), self.s), self.V, self.bias, transposed=True)
 
     def weight(self) -> Tensor:
@@ -114,6 +118,8 @@ class Experts(nn.Module):
     torch.Size([5, 8])
     """
 
+    same_start = False  # whether `reset_parameters` gives all experts one and the same draw
+
     def __init__(
         self,
         up: EigenLinear | DenseLinear,
@@ -150,6 +156,10 @@ class Experts(nn.Module):
         """Draws all weights anew."""
         for linear in self.linears():
             linear.reset_parameters(generator)
+        if self.same_start:
+            with torch.no_grad():
+                for stacked in self.parameters():
+                    stacked.copy_(stacked[:1].clone().expand_as(stacked))
 
     def linears(self) -> list[EigenLinear | DenseLinear]:
         """The stacked weights in the order in which a token meets them."""
@@ -171,6 +181,10 @@ class Experts(nn.Module):
     def every_expert(self, x_TD: Tensor) -> Tensor:
         """All experts' outputs for all tokens, (E, T, D)."""
         return products.every_expert(self.expert, x_TD, self.num_experts)
+
+    def batched(self, x_EAD: Tensor) -> Tensor:
+        """Outputs of equally many rows for each expert, (E, A / E, D); static shapes, no counts."""
+        return products.batched(self.expert, x_EAD)
 
     def prefers_grouped(self, x: Tensor) -> bool:
         """Grouped products on accelerators and in traced graphs, wherever the kernel takes the shapes."""

@@ -64,10 +64,10 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """The routing of ``x``, without running the experts and without counting."""
-        _check(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
-        context_GSD = None if context is None else _groups(context)
-        mask_GS = None if mask is None else _groups(mask.unsqueeze(-1)).squeeze(-1)
-        routing: Routing = self.router(_groups(x), context_GSD, mask_GS, self.experts.token_basis)
+        check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
+        context_GSD = None if context is None else groups(context)
+        mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
+        routing: Routing = self.router(groups(x), context_GSD, mask_GS, self.experts.token_basis)
         return routing
 
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -203,12 +203,13 @@ def _build_balance(name: str, num_experts: int, device: torch.device | str | Non
     return None if kind is None else kind(num_experts, device=device)
 
 
-def _groups(x: Tensor) -> Tensor:
+def groups(x: Tensor) -> Tensor:
     """(..., N, D) as (G, S, D)."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def _check(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
+def check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
+    """Raises a ValueError that says what is wrong with a layer's input."""
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
     if x.shape[-1] != dim:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Products(Protocol):
-    """The two operations of which every expert is made."""
+    """The operations of which every expert is made."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         """x W + b with the rows' own expert; ``weight`` is (E, I, O), or (E, O, I) if ``transposed``."""
@@ -27,8 +27,18 @@ class Products(Protocol):
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         """x · s, column by column, with the rows' own expert; ``factor`` is (E, I)."""
 
+    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+        """x W + b with W = U diag(s) Vᵀ built first."""
+
+    def rows_per_expert(self, x: Tensor) -> float:
+        """How many rows of ``x`` an expert has, on average."""
+
 
 Expert = Callable[[Tensor, Products], Tensor]
+
+
+def _merge(U: Tensor, s: Tensor, V: Tensor) -> Tensor:
+    return (U * s.unsqueeze(-2)) @ V.mT
 
 
 class _OneExpert:
@@ -52,6 +62,13 @@ class _OneExpert:
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         return x * self._own(factor).to(x.dtype)
 
+    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+        weight = _merge(self._own(U), self._own(s), self._own(V))
+        return x @ weight if bias is None else torch.addmm(self._own(bias), x, weight)
+
+    def rows_per_expert(self, x: Tensor) -> float:
+        return x.shape[0]
+
 
 class _GroupedRows:
     """Products of all experts at once with ``grouped_mm``, rows sorted by expert."""
@@ -70,6 +87,12 @@ class _GroupedRows:
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         return x * factor.to(x.dtype)[self._expert_A]
 
+    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, _merge(U, s, V), bias)
+
+    def rows_per_expert(self, x: Tensor) -> float:
+        return x.shape[0] / len(self._end_E)
+
 
 class _AllExperts:
     """Products of every expert with every row: x is (E, T, I)."""
@@ -81,6 +104,12 @@ class _AllExperts:
 
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         return x * factor.unsqueeze(1).to(x.dtype)
+
+    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, _merge(U, s, V), bias)
+
+    def rows_per_expert(self, x: Tensor) -> float:
+        return x.shape[1]
 
 
 def expert_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
@@ -99,7 +128,12 @@ def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
 
 def every_expert(expert: Expert, x_TD: Tensor, num_experts: int) -> Tensor:
     """Every expert on every token, (E, T, D): E / K times the work of the sparse paths, and static shapes."""
-    return expert(x_TD.expand(num_experts, *x_TD.shape), _AllExperts())
+    return batched(expert, x_TD.expand(num_experts, *x_TD.shape))
+
+
+def batched(expert: Expert, x_EAD: Tensor) -> Tensor:
+    """Equally many rows for each expert, (E, A / E, D), as one batched product."""
+    return expert(x_EAD, _AllExperts())
 
 
 def fits_grouped(x: Tensor, *widths: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.nn.balance import Balance
-from ermoe.nn.capacity import places, within_capacity
+from ermoe.nn.capacity import places, places_per_group, within_capacity
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
 
@@ -93,6 +93,14 @@ class TopKRouter(Router):
         if self.balance is not None:
             self.balance.reset_parameters()
 
+    def get_extra_state(self) -> Tensor:
+        """The threshold, which is chosen per layer when a model is calibrated, and so belongs to its weights."""
+        return torch.tensor(self.threshold, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes the threshold from saved weights."""
+        self.threshold = float(state)
+
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"
 
@@ -114,7 +122,7 @@ class TopKRouter(Router):
                 real_TK = mask_T.unsqueeze(1).expand_as(expert_TK)
                 kept_TK = real_TK if kept_TK is None else kept_TK & real_TK
         weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK)
-        admitted_TK, num_dropped = self._admit(expert_TK, kept_TK, num_groups)
+        admitted_TK, num_dropped = self._admit(expert_TK, kept_TK, mask_GS, num_groups)
         return Routing.from_choice(
             expert_TK,
             weight_TK,
@@ -139,12 +147,15 @@ class TopKRouter(Router):
         first_K = torch.arange(self.top_k, device=score_TE.device) == 0
         return expert_TK, kept_TK | (fell_back_T.unsqueeze(1) & first_K)
 
-    def _admit(self, expert_TK: Tensor, kept_TK: Tensor | None, num_groups: int) -> tuple[Tensor | None, Tensor | None]:
-        """Which proposals find a place within the capacity, and how many did not."""
+    def _admit(
+        self, expert_TK: Tensor, kept_TK: Tensor | None, mask_GS: Tensor | None, num_groups: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which proposals find a place within the capacity, and how many did not; padding earns no places."""
         if self.capacity_factor is None:
             return kept_TK, None
         shape_GSK = (num_groups, expert_TK.shape[0] // max(num_groups, 1), self.top_k)
-        capacity = places(shape_GSK[1], self.top_k, self.num_experts, self.capacity_factor)
+        limits = (self.top_k, self.num_experts, self.capacity_factor)
+        capacity = places(shape_GSK[1], *limits) if mask_GS is None else places_per_group(mask_GS, *limits)
         wanted_GSK = torch.ones_like(expert_TK, dtype=torch.bool) if kept_TK is None else kept_TK
         wanted_GSK = wanted_GSK.reshape(shape_GSK)
         admitted_GSK = within_capacity(expert_TK.view(shape_GSK), self.num_experts, capacity, kept_GSK=wanted_GSK)

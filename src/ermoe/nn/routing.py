@@ -43,6 +43,7 @@ class Routing:
     fell_back_T: Tensor | None = None
     mask_T: Tensor | None = None
     num_dropped: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
 
     @classmethod
     def from_choice(
@@ -67,7 +68,7 @@ class Routing:
             weight_TK = weight_TK.masked_fill(~kept_TK, 0)
             count_E = count_pairs(expert_TK.reshape(-1), num_experts, kept_TK.reshape(-1))
             pairs = (token_TK, expert_TK, weight_TK)
-            if torch.compiler.is_compiling():  # shapes must not depend on data
+            if torch.compiler.is_compiling() or kept_TK.is_meta:  # shapes must not depend on data
                 token_A, expert_A, weight_A = (part.reshape(-1) for part in pairs)
             else:
                 token_A, expert_A, weight_A = (part[kept_TK] for part in pairs)

@@ -1,0 +1,75 @@
+"""A sparse ViT trained by the Hugging Face Trainer: a loss of its own, and a callback for what happens after steps.
+
+Needs: pip install transformers accelerate. Run: python examples/train_with_hugging_face_trainer.py (seconds; digits).
+"""
+
+import sys
+from importlib.util import find_spec
+
+import torch
+from torch.utils.data import Dataset
+
+import ermoe
+from ermoe.data.digits import digits
+
+if find_spec("transformers") is None or find_spec("accelerate") is None:
+    print("skipped: this example needs transformers and accelerate (pip install transformers accelerate)")
+    sys.exit()
+
+from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+
+LAMBDA = 5e-5
+
+
+class Digits(Dataset):
+    def __init__(self, split):
+        self.split = split
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getitem__(self, index):
+        return {"pixel_values": self.split.image[index], "labels": self.split.label[index]}
+
+
+class Orthogonal(Trainer):
+    """Adds the orthogonality loss, and leaves bases, s and ψ out of weight decay."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        if model.training:
+            loss = loss + LAMBDA * ermoe.orthogonality_loss(model)
+        return (loss, outputs) if return_outputs else loss
+
+    def get_decay_parameter_names(self, model):
+        exempt = ermoe.no_weight_decay(model)
+        return [name for name in super().get_decay_parameter_names(model) if name not in exempt]
+
+
+class Balanced(TrainerCallback):
+    """Equal load after every optimiser step, orthonormal bases after every epoch."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        ermoe.update_balance(model)
+
+    def on_epoch_end(self, args, state, control, model, **kwargs):
+        ermoe.retract(model)
+
+
+torch.manual_seed(0)
+train, test = (Digits(split) for split in digits())
+config = ViTConfig(
+    hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, image_size=8, patch_size=2,
+    num_channels=1, num_labels=10,
+)  # fmt: skip
+model = ermoe.upcycle(ViTForImageClassification(config), num_experts=4, init="random")
+arguments = TrainingArguments(
+    output_dir="hf-run", num_train_epochs=4, per_device_train_batch_size=64, learning_rate=2e-3, weight_decay=0.05,
+    report_to="none", save_strategy="no", logging_steps=20, use_cpu=True, disable_tqdm=True,
+)  # fmt: skip
+trainer = Orthogonal(model=model, args=arguments, train_dataset=train, eval_dataset=test, callbacks=[Balanced()])
+trainer.train()
+predicted = trainer.predict(test)
+accuracy = (predicted.predictions.argmax(1) == predicted.label_ids).mean()
+print(f"accuracy {accuracy:.1%}")
+assert accuracy > 0.5, "four epochs are enough for more than half of the digits"

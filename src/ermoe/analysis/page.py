@@ -1,0 +1,132 @@
+"""One HTML file that needs nothing else: no network, no scripts, readable on a phone, printable.
+
+Text goes in as text and is escaped here; whatever is markup already is a `Markup`, made by one of these functions.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from string import Template
+from typing import NewType
+
+import matplotlib
+from matplotlib.figure import Figure
+from PIL import Image
+
+import ermoe
+from ermoe.files import replacing
+
+Markup = NewType("Markup", str)
+"""HTML that is safe to put on the page as it is."""
+
+
+class Page:
+    """A page that grows section by section and is written at once.
+
+    >>> page = Page("Routing of <my model>", facts={"layers": "2"})
+    >>> page.section("Load", "How evenly the experts are used.", [table(["layer"], [["blocks.1"]])])
+    >>> "Routing of &lt;my model&gt;" in page.html()
+    True
+    """
+
+    def __init__(self, title: str, lead: str = "", facts: dict[str, str] | None = None) -> None:
+        self.title = title
+        self._header = [f'<p class="lead">{escape(lead)}</p>'] if lead else []
+        if facts:
+            items = "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in facts.items())
+            self._header.append(f'<ul class="facts">{items}</ul>')
+        self._sections: list[str] = []
+
+    def section(self, title: str, lead: str, blocks: Iterable[Markup]) -> None:
+        """Appends a heading, a sentence that says what to look for, and what there is to see."""
+        body = "\n".join(blocks)
+        self._sections.append(
+            f'<section>\n<h2>{escape(title)}</h2>\n<p class="lead">{escape(lead)}</p>\n{body}\n</section>'
+        )
+
+    def html(self) -> str:
+        """The whole page."""
+        template = Template(files("ermoe.analysis").joinpath("page.html").read_text(encoding="utf-8"))
+        return template.substitute(
+            title=escape(self.title),
+            version=escape(ermoe.__version__),
+            header="\n".join(self._header),
+            body="\n".join(self._sections),
+            footer=f"Written by ermoe {escape(ermoe.__version__)}.",
+        )
+
+    def write(self, path: str | PathLike[str]) -> Path:
+        """Writes the page in one step, in place of an older one."""
+        with replacing(path) as draft:
+            draft.write_text(self.html(), encoding="utf-8")
+        return Path(path)
+
+
+def grid(blocks: Iterable[Markup], *, pairs: bool = False) -> Markup:
+    """Side by side where there is room (at most two with ``pairs``), below each other on a phone."""
+    kind = "grid pairs" if pairs else "grid"
+    return Markup(f'<div class="{kind}">\n' + "\n".join(blocks) + "\n</div>")
+
+
+def figure(content: Markup, title: str, caption: str = "") -> Markup:
+    """A framed picture with a title in bold and a sentence."""
+    return Markup(f"<figure>\n{content}\n<figcaption><b>{escape(title)}</b> {escape(caption)}</figcaption>\n</figure>")
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    notes: Sequence[str] | None = None,
+    strong: str | None = None,
+) -> Markup:
+    """A table that scrolls sideways if it must, with a last column of ``notes``; row ``strong`` stands out."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header) + ("" if notes is None else "<th></th>")
+    body = []
+    for index, (first, *rest) in enumerate(rows):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        note = "" if notes is None else f'<td class="note">{escape(notes[index])}</td>'
+        kind = ' class="strong"' if first == strong else ""
+        body.append(f'<tr{kind}><th scope="row">{escape(first)}</th>{cells}{note}</tr>')
+    lines = ["<thead><tr>" + head + "</tr></thead>", "<tbody>", *body, "</tbody>"]
+    return Markup('<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>")
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """(name, colour) pairs as swatches."""
+    swatches = (f'<li><i style="background:{escape(colour)}"></i>{escape(name)}</li>' for name, colour in entries)
+    return Markup('<ul class="legend">' + "".join(swatches) + "</ul>")
+
+
+def tiles(images: Iterable[tuple[Image.Image, str]]) -> Markup:
+    """Small (image, description) pairs, five a row."""
+    cells = (f'<img src="{_data_uri(image)}" alt="{escape(text)}">' for image, text in images)
+    return Markup('<div class="tiles">' + "".join(cells) + "</div>")
+
+
+def _data_uri(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def svg(drawing: Figure, description: str) -> Markup:
+    """A matplotlib figure as inline SVG that takes the page's font and keeps its text as text."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
+        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # known to every HTML parser, and no address belongs on the page
+    text = re.sub(r' id="[a-z]+\w*_\d+"', "", text)  # "axes_1" and the like, the same in every figure
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)
+    text = re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{escape(description)}"', text)
+    return Markup(re.sub(r"\s*\n\s*", "\n", text).strip())

@@ -1,0 +1,68 @@
+"""``ermoe export``: a saved model as a file that runs without ermoe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ermoe.errors import UserError
+
+_SUFFIX = {"onnx": ".onnx", "torch": ".pt2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Write a saved model as ONNX, or as a torch.export archive, and check its outputs against the model's.
+
+    The file has fixed shapes. Along the path "every-expert" it runs all experts on all tokens: exact, at E / K times
+    the work of the experts. Along "capacity" experts have a fixed number of places per image: cheaper, and tokens that
+    find an expert full do without it.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A folder that ermoe.save wrote, or a repository of the Hugging Face hub (owner/name)."""
+    to: Literal["onnx", "torch"] = "onnx"
+    """Format of the file."""
+    out: Path | None = None
+    """The file; by default model.onnx or model.pt2 in the model's folder."""
+    image_size: int | None = None
+    """Edge of the images in pixels; by default the model's own."""
+    path: Literal["every-expert", "capacity"] = "every-expert"
+    """How to make shapes static."""
+    capacity_factor: float = 1.25
+    """Places of an expert along the capacity path, as a multiple of an equal share."""
+    fixed_batch: bool = False
+    """One image at a time, instead of any number."""
+
+
+def run(argv: list[str]) -> None:
+    """Loads, exports, checks, and says what was written."""
+    options = tyro.cli(Options, prog="ermoe export", args=argv)
+    out = _target(options)
+    from ermoe.models.export import export
+    from ermoe.models.families import family_of
+    from ermoe.models.io import load
+
+    model = load(options.model)
+    exported = export(
+        model,
+        out,
+        image_size=options.image_size or family_of(model).image_size(model),
+        path=options.path,
+        capacity_factor=options.capacity_factor,
+        dynamic_batch=not options.fixed_batch,
+    )
+    print(f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their spread")
+
+
+def _target(options: Options) -> Path:
+    suffix = _SUFFIX[options.to]
+    if options.out is None:
+        folder = Path(options.model)
+        return (folder if folder.is_dir() else Path(".")) / f"model{suffix}"
+    if options.out.suffix != suffix:
+        raise UserError(f"--out {options.out}: a file for --to {options.to} ends in {suffix}")
+    return options.out

@@ -1,0 +1,304 @@
+"""``ermoe image``: train, evaluate, probe and use image classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from ermoe.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Word = tyro.conf.Positional
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Train a preset on a data set; a run that stopped goes on where it was.
+
+    Several processes: torchrun --nproc-per-node=N -m ermoe image train …, or srun. Options left out are the preset's.
+    """
+
+    preset: Annotated[str, _Word]
+    """paper-ermoe, or b16-METHOD, cifar-METHOD, cifar17-METHOD, digits-METHOD with METHOD one of ermoe, ermoe-mean,
+    ermoe-none, v-moe, gate, gate-loss-free, soft, expert-choice, base, cosine, dense."""
+    data: Annotated[str, _Word]
+    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    run: Path | None = None
+    """The run folder; runs/PRESET-SEED by default."""
+    weights: str | None = None
+    """What the model starts from: a file with weights of a ViT, or "timm" for timm's pretrained ones."""
+    check: bool = False
+    """First read every image once; stop if some are unreadable or in both splits."""
+    epochs: int | None = None
+    batch_size: int | None = None
+    """Images of one optimiser step, over all processes."""
+    base_lr: float | None = None
+    """Learning rate for 256 images."""
+    weight_decay: float | None = None
+    warmup_epochs: float | None = None
+    layer_decay: float | None = None
+    clip: float | None = None
+    accumulate: int | None = None
+    """Parts into which a process cuts its share of a batch."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
+    ema: float | None = None
+    orthogonality: float | None = None
+    """λ of the orthogonality loss."""
+    orthogonality_every: int | None = None
+    deterministic: bool | None = None
+    seed: int | None = None
+    log_every: int | None = None
+    save_every: int | None = None
+    """Steps between checkpoints within an epoch; there is always one after it."""
+    keep_every: int | None = None
+    """Epochs between models that are kept for good."""
+    workers: int = 2
+    """Processes that read image files ahead; sets that fit into memory need none."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    compile: bool = False
+    """Run training steps through torch.compile."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    device: Literal["cpu", "cuda"] | None = None
+    threads: int = 0
+    """CPU threads of each process; 0 leaves that to torch."""
+
+    def __call__(self, console: Console) -> None:
+        import torch
+
+        from ermoe.tasks.image.presets import recipe
+        from ermoe.tasks.image.run import train
+        from ermoe.train.distributed import processes
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        if self.check:
+            _check(self.data, console, strict=True)
+        seed = recipe(self.preset).training.seed if self.seed is None else self.seed
+        folder = self.run or Path("runs") / f"{self.preset}-{seed}"
+        with processes(self.device) as group:
+            figures = train(
+                self.preset,
+                self.data,
+                folder,
+                weights=self.weights,
+                workers=self.workers,
+                group=group,
+                parallel=self.parallel,
+                compile=self.compile,
+                resume=self.resume,
+                console=console,
+                **self._changes(),
+            )
+        if group.is_main:
+            _show(console, figures)
+            console.print(f"written: {folder}", highlight=False)
+
+    def _changes(self) -> dict[str, Any]:
+        names = (
+            "epochs", "batch_size", "base_lr", "weight_decay", "warmup_epochs", "layer_decay", "clip", "accumulate",
+            "precision", "ema", "orthogonality", "orthogonality_every", "deterministic", "seed", "log_every",
+            "save_every", "keep_every",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Accuracy, loss and routing of a model on the test split of a data set."""
+
+    model: Annotated[str, _Word]
+    """A run folder, a model folder, or a repository of the Hugging Face hub."""
+    data: Annotated[str, _Word]
+    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    batch_size: int = 100
+    workers: int = 2
+    report: Path | None = None
+    """Also write an HTML report of the routing to this file."""
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.analysis.recorder import moe_layers, record_routing
+        from ermoe.data.catalogue import open_images
+        from ermoe.data.loader import Loader
+        from ermoe.tasks.image.classification import evaluate, over_layers, transform_for
+
+        model, images = _load(self.model), open_images(self.data, "test")
+        console.print(images.found, highlight=False)
+        if len(images.classes) != model.num_classes:
+            raise UserError(
+                f"{self.model} knows {model.num_classes} classes and {self.data} has {len(images.classes)}: evaluate "
+                "it on the data set it was trained on"
+            )
+        loader = Loader(images, transform_for(model), batch_size=self.batch_size, workers=self.workers)
+        if not moe_layers(model):
+            _show(console, evaluate(model, loader))
+            return
+        with record_routing(model, classes=images.classes) as recorder:
+            figures = evaluate(model, loader, recorder)
+        _show(console, figures | over_layers(recorder.summary()))
+        console.print(recorder.table(), highlight=False)
+        if self.report is not None:
+            console.print(f"written: {recorder.report(self.report)}", highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Few-shot linear probes of frozen features, in both readings of "n-shot", with 95 % intervals over draws."""
+
+    model: Annotated[str, _Word]
+    """A run folder, a model folder, or a repository of the Hugging Face hub."""
+    data: Annotated[str, _Word]
+    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    shots: tuple[int, ...] = (5, 10)
+    """Images of each class, and epochs of the linear head."""
+    readings: tuple[Literal["images", "epochs"], ...] = ("images", "epochs")
+    draws: int = 5
+    """Draws of images, or seeds of the head; at least 5."""
+    seed: int = 0
+    workers: int = 2
+    out: Path = Path("runs/probe")
+    """Folder for probe.json: every figure and every image drawn."""
+
+    def __call__(self, console: Console) -> None:
+        import json
+
+        from rich.table import Table
+
+        from ermoe.data.catalogue import open_images
+        from ermoe.files import replacing
+        from ermoe.tasks.image.probe import features, probe
+
+        train, test = open_images(self.data, "train"), open_images(self.data, "test")
+        console.print(f"{train.found}\n{test.found}", highlight=False)
+        given = features(_load(self.model), train, test, workers=self.workers)
+        table = Table("reading", "shots", "accuracy", "95 % interval", "draws")
+        found = []
+        for reading in self.readings:
+            for shots in self.shots:
+                result = probe(given, train, reading=reading, shots=shots, draws=self.draws, seed=self.seed)
+                interval = f"± {100 * result.half_width:.2f}"
+                table.add_row(reading, str(shots), f"{100 * result.mean:.2f}", interval, str(self.draws))
+                found.append(
+                    {
+                        "reading": reading,
+                        "shots": shots,
+                        "mean": result.mean,
+                        "half_width_95": result.half_width,
+                        "accuracies": result.accuracies,
+                        "drawn": result.drawn,
+                    }
+                )
+        console.print(table)
+        path = self.out / "probe.json"
+        with replacing(path) as draft:
+            record = {"model": self.model, "data": self.data, "seed": self.seed, "probes": found}
+            draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"written: {path}", highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Predict:
+    """The most probable classes of image files."""
+
+    model: Annotated[str, _Word]
+    """A run folder, a model folder, or a repository of the Hugging Face hub."""
+    images: Annotated[tuple[str, ...], _Word]
+    """Image files."""
+    top: int = 5
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.tasks.image.predict import predict
+        from ermoe.tasks.image.run import class_names
+
+        if not self.images:
+            raise UserError("no image given: ermoe image predict MODEL IMAGE…")
+        model = _load(self.model)
+        names = class_names(self.model, model.num_classes)
+        for prediction in predict(model, self.images, names, top=self.top):
+            ranked = zip(prediction.classes, prediction.probabilities, strict=True)
+            console.print(f"{prediction.image}: " + ", ".join(f"{n} {p:.1%}" for n, p in ranked), highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Read every image of a data set once: unreadable files, images a class, images in both splits."""
+
+    data: Annotated[str, _Word]
+    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+
+    def __call__(self, console: Console) -> None:
+        _check(self.data, console, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Train several presets with several seeds, one JSON a run; what is there already is not run again."""
+
+    presets: Annotated[tuple[str, ...], _Word]
+    """Presets, for example cifar-ermoe cifar-v-moe cifar-dense."""
+    data: Path = Path("cifar-10-batches-bin")
+    """The data set of all of them."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    out: Path = Path("runs/study")
+    """Folder for the JSON files, the table and the run folders."""
+    epochs: int | None = None
+    """Other than the presets'."""
+    threads: int = 2
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.bench.study import run_queue, table
+
+        changes = {} if self.epochs is None else {"epochs": self.epochs}
+        records = run_queue(
+            self.presets, self.data, self.seeds, self.out, threads=self.threads, console=console, **changes
+        )
+        console.print(table(records), highlight=False)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": Train,
+    "eval": Evaluate,
+    "probe": Probe,
+    "predict": Predict,
+    "check": Check,
+    "study": Study,
+}
+
+
+def run(argv: list[str]) -> None:
+    """Entry point of the command."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="ermoe image", description="Train, evaluate, probe and use image classifiers.", args=argv
+    )
+    from rich.console import Console
+
+    command(Console())
+
+
+def _load(place: str) -> Any:
+    from ermoe.models.io import load
+    from ermoe.tasks.image.run import model_folder
+
+    return load(model_folder(place))
+
+
+def _check(data: str, console: Console, *, strict: bool) -> None:
+    from ermoe.data.catalogue import open_images
+    from ermoe.data.check import check
+
+    findings = check([open_images(data, "train"), open_images(data, "test")])
+    console.print(findings.report(), highlight=False, soft_wrap=True)
+    if strict and not findings.is_clean:
+        raise UserError(
+            f"{data}: some images are unreadable or in both splits (see above); mend that, or leave out --check"
+        )
+
+
+def _show(console: Console, figures: dict[str, float]) -> None:
+    shown = {name: value for name, value in figures.items() if "/" not in name}
+    console.print("  ".join(f"{name} {value:.4g}" for name, value in shown.items()), highlight=False)

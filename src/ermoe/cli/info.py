@@ -1,0 +1,103 @@
+"""``ermoe info``: what a model costs, part by part, beside what the paper prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ermoe.models.costs import Way
+    from ermoe.models.count import Count
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Parameters and multiply-adds per image of a preset, by part, beside the paper's figures.
+
+    Presets: paper-b16, parity-b16, dense-experts-b16, v-moe-b16, vit-b16, small-s16, tiny-ti16. Nothing is downloaded
+    and no weights are made.
+    """
+
+    preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
+    """Which model."""
+
+
+def run(argv: list[str]) -> None:
+    """Prints the tables."""
+    options = tyro.cli(Options, prog="ermoe info", args=argv)
+    from rich.console import Console
+
+    from ermoe.models import costs
+    from ermoe.models.presets import PRESETS, preset
+
+    chosen = preset(options.preset)
+    console = Console()
+    purpose = " ".join((PRESETS[options.preset].__doc__ or "").split())
+    console.print(f"[bold]{options.preset}[/bold]: {purpose}")
+    counted = costs.count_preset(chosen)
+    console.print(_sizes(options.preset, counted))
+    console.print(_parts(counted))
+    console.print(_ways(costs.three_ways(chosen)))
+    if options.preset in costs.PAPER:
+        console.print(costs.WHAT_DOES_NOT_FIT)
+
+
+def _sizes(name: str, counted: Count) -> Table:
+    from ermoe.models import costs
+
+    table = _table("", "counted", "paper prints")
+    paper = costs.PAPER.get(name)
+    table.add_row("parameters", costs.millions(counted.total_parameters), f"{paper.total:.1f} M" if paper else "–")
+    table.add_row(
+        "active for a token", costs.millions(counted.active_parameters), f"{paper.active:.1f} M" if paper else "–"
+    )
+    table.add_row(
+        "multiply-adds per image",
+        costs.multiply_adds(counted.flops.total),
+        f"{paper.multiply_adds:.1f} G" if paper else "–",
+    )
+    routing = f"{paper.routing:.2f} G" if paper and paper.routing else "–"
+    table.add_row("  of which routing", costs.multiply_adds(counted.flops.routing), routing)
+    return table
+
+
+def _parts(counted: Count) -> Table:
+    from ermoe.models import costs
+
+    table = _table("part", "multiply-adds", "share")
+    for row in costs.parts(counted):
+        table.add_row(*row)
+    return table
+
+
+def _ways(ways: list[Way]) -> Table:
+    from ermoe.models import costs
+
+    v_moe = ways[-1].count.flops.experts
+    table = _table(
+        "8 experts, 2 a token", "parameters", "experts", "of V-MoE's", "routing, context", "parity with dense"
+    )
+    for way in ways:
+        table.add_row(
+            way.name,
+            costs.millions(way.count.total_parameters),
+            costs.multiply_adds(way.count.flops.experts),
+            f"{way.count.flops.experts / v_moe:.2f} ×",
+            costs.multiply_adds(way.count.flops.routing + way.count.flops.context),
+            way.parity,
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column.startswith("parity") else "right")
+    return table

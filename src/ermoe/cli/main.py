@@ -1,0 +1,74 @@
+"""The ``ermoe`` command: finds the command, runs it, and turns what went wrong into one sentence.
+
+Nothing here imports torch, so that help appears at once. A command is a module with ``run(argv)``; it reads its options
+with tyro before it imports anything heavy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+
+import ermoe
+from ermoe.errors import UserError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("ermoe.cli.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
+    "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "info": ("ermoe.cli.info", "what a model costs, part by part, beside what the paper prints"),
+    "export": ("ermoe.cli.export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
+}
+"""Name → (module, what it does in one line)."""
+
+INTERRUPTED = 130
+MISTAKEN = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command line; returns the exit code: 0, 2 for a mistake a person can mend, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(argv)
+    except UserError as mistake:
+        print(f"ermoe: {mistake}", file=sys.stderr)
+        return MISTAKEN
+    except KeyboardInterrupt:
+        print("\nermoe: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, *rest = argv
+    if name in ("-V", "--version", "version"):
+        print(f"ermoe {ermoe.__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(_unknown(name))
+    import_module(COMMANDS[name][0]).run(rest)
+    return 0
+
+
+def usage() -> str:
+    """What ``ermoe`` alone prints."""
+    width = max(len(name) for name in COMMANDS)
+    commands = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items())
+    return f"""Mixtures of experts that route by their own eigenbasis, without a gate or a balancing loss.
+
+usage: ermoe COMMAND [OPTIONS]
+
+{commands}
+
+  ermoe COMMAND --help   the options of a command
+  ermoe --version        the version
+
+In Python: model = ermoe.upcycle(dense_model) makes a ViT sparse; ermoe.record_routing(model) shows how it routes."""
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else f"use one of {', '.join(COMMANDS)}."
+    return f"there is no command {name!r}: {advice}"

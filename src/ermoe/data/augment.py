@@ -1,0 +1,247 @@
+"""What is done to an image before the model sees it. Every random number is looked up by (seed, epoch, image).
+
+Images are worked on in batches. `Transform.host` reads, crops, flips and distorts bytes, in worker processes if there
+are any; `Transform.device` does what is cheaper on the training device: it makes numbers of them, erases and mixes.
+
+Letters: B images, C channels, S pixels of a side.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.special import betaincinv
+from torch import Tensor
+from torchvision.transforms import v2
+
+from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.order import Indices
+from ermoe.data.rand_augment import rand_augment
+from ermoe.data.randomness import uniform
+from ermoe.errors import UserError
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_GEOMETRY, _DISTORTION, _ERASING, _MIXING = range(4)  # independent streams of numbers for each image
+
+
+@dataclass(frozen=True, slots=True)
+class Augmentation:
+    """How training images are varied.
+
+    Args:
+        crop: "pad" shifts by up to an eighth of the side; "resized" takes a random share of the area, as for ImageNet;
+            "none".
+        flip: mirror every second image, left to right.
+        rand_ops: operations of RandAugment on each image; 0 for none.
+        rand_magnitude: their strength, 0 to 30.
+        erase: chance that a random rectangle is replaced by noise.
+        mixup, cutmix: α of the Beta distribution; 0 for none. With both, each pair of images draws one of the two.
+    """
+
+    crop: str = "pad"
+    flip: bool = True
+    rand_ops: int = 0
+    rand_magnitude: int = 9
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.crop not in ("pad", "resized", "none"):
+            raise UserError(f"crop={self.crop!r}: use 'pad', 'resized' or 'none'")
+        if not 0 <= self.rand_magnitude <= 30 or self.rand_ops < 0:
+            raise UserError(
+                f"rand_ops={self.rand_ops}, rand_magnitude={self.rand_magnitude}: need 0 or more operations of "
+                "magnitude 0 to 30"
+            )
+        if not 0 <= self.erase <= 1 or self.mixup < 0 or self.cutmix < 0:
+            raise UserError(
+                f"erase={self.erase}, mixup={self.mixup}, cutmix={self.cutmix}: need a chance from 0 to 1, and α ≥ 0"
+            )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs, for which a batch must be even."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+NO_AUGMENTATION = Augmentation(crop="none", flip=False)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Images (B, 3, S, S), labels (B,), and where images were mixed, the other label and the own one's share (B,)."""
+
+    image: Tensor
+    label: Tensor
+    other_label: Tensor | None = None
+    share: Tensor | None = None
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """From indices to batches for a model whose images have ``size`` pixels a side.
+
+    Without augmentation, the shorter side of an image becomes size / ``crop_share`` and the middle is cut out.
+    """
+
+    size: int
+    augmentation: Augmentation = NO_AUGMENTATION
+    seed: int = 0
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    crop_share: float = 1.0
+
+    def host(self, images: Images, index_B: Indices, epoch: int) -> Tensor:
+        """Reads, crops, flips and distorts: uint8 (B, 3, S, S)."""
+        number_BK = uniform(6, self.seed, epoch, index_B, _GEOMETRY)
+        if isinstance(images, ImagesInMemory):
+            image_BCSS = self._from_memory(images, index_B, number_BK)
+        else:
+            rows = zip(index_B.tolist(), number_BK, strict=True)
+            stack = [self._from_file(images, index, number_K) for index, number_K in rows]
+            image_BCSS = torch.stack(stack) if stack else torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
+        recipe = self.augmentation
+        if recipe.rand_ops and len(index_B):
+            draw = uniform(2 * recipe.rand_ops, self.seed, epoch, index_B, _DISTORTION)
+            choice_BO, sign_BO = np.split(draw, 2, axis=1)
+            image_BCSS = rand_augment(image_BCSS, choice_BO, sign_BO, recipe.rand_magnitude)
+        return image_BCSS
+
+    def device(self, image_BCSS: Tensor, label_B: Tensor, index_B: Indices, epoch: int) -> Batch:
+        """Numbers instead of bytes; erases and mixes. Stays on the device of ``image_BCSS``."""
+        mean, std = (torch.tensor(v, device=image_BCSS.device).view(3, 1, 1) for v in (self.mean, self.std))
+        value_BCSS = torch.addcmul(-mean / std, image_BCSS, 1 / (255 * std))
+        if self.augmentation.erase:
+            value_BCSS = self._erase(value_BCSS, uniform(4, self.seed, epoch, index_B, _ERASING), index_B, epoch)
+        batch = Batch(value_BCSS, label_B, index=torch.from_numpy(index_B))
+        return self._mix(batch, index_B, epoch) if self.augmentation.mixes and len(index_B) else batch
+
+    def _from_memory(self, images: ImagesInMemory, index_B: Indices, number_BK: NDArray[np.float64]) -> Tensor:
+        """Shifts and flips are one lookup: row and column of the source for every pixel of the result."""
+        image_BCHW = images.image_NCHW[torch.from_numpy(index_B)]
+        if image_BCHW.shape[-2:] != (self.size, self.size):
+            image_BCHW = v2.functional.resize(image_BCHW, [self.size, self.size], antialias=True)
+        if self.augmentation.crop == "resized":
+            boxes = (resized_crop(self.size, self.size, number_K) for number_K in number_BK)
+            crops = (_crop(image, *box, self.size) for image, box in zip(image_BCHW, boxes, strict=True))
+            image_BCHW = torch.stack(list(crops))
+        margin = self.size // 8 if self.augmentation.crop == "pad" else 0
+        mirrored_B = number_BK[:, 5] < 0.5 if self.augmentation.flip else np.zeros(len(index_B), bool)
+        if margin or mirrored_B.any():
+            shift_B2 = (number_BK[:, :2] * (2 * margin + 1)).astype(np.int64)
+            image_BCHW = _shifted(image_BCHW, shift_B2, mirrored_B, margin)
+        return image_BCHW.expand(-1, 3, -1, -1)
+
+    def _from_file(self, images: Images, index: int, number_K: NDArray[np.float64]) -> Tensor:
+        image_CHW = images.read(index)
+        height, width = image_CHW.shape[-2:]
+        if self.augmentation.crop == "resized":
+            image_CSS = _crop(image_CHW, *resized_crop(height, width, number_K), self.size)
+        else:
+            image_CSS = _middle(image_CHW, self.size, self.crop_share)
+            if self.augmentation.crop == "pad":
+                margin = self.size // 8
+                shift_12 = (number_K[None, :2] * (2 * margin + 1)).astype(np.int64)
+                image_CSS = _shifted(image_CSS[None], shift_12, np.zeros(1, bool), margin)[0]
+        return image_CSS.flip(-1) if self.augmentation.flip and number_K[5] < 0.5 else image_CSS
+
+    def _erase(self, value_BCSS: Tensor, number_BK: NDArray[np.float64], index_B: Indices, epoch: int) -> Tensor:
+        """A rectangle of 2 to 33 % of the area and of aspect 0.3 to 3.3 becomes Gaussian noise (Zhong et al. 2020)."""
+        side = self.size
+        for row in (number_BK[:, 0] < self.augmentation.erase).nonzero()[0]:
+            _, area, aspect, place = number_BK[row]
+            ratio = math.exp(math.log(0.3) * (1 - 2 * aspect))
+            height = min(side, max(1, round(side * math.sqrt((0.02 + 0.31 * area) * ratio))))
+            width = min(side, max(1, round(side * math.sqrt((0.02 + 0.31 * area) / ratio))))
+            cell = int(place * (side - height + 1) * (side - width + 1))
+            top, left = divmod(cell, side - width + 1)
+            noise = _gaussian(3 * height * width, self.seed, epoch, int(index_B[row]))
+            value_BCSS[row, :, top : top + height, left : left + width] = noise.view(3, height, width).to(value_BCSS)
+        return value_BCSS
+
+    def _mix(self, batch: Batch, index_B: Indices, epoch: int) -> Batch:
+        """Mixes each image with its neighbour in the order of the epoch, both ways, by one draw for the pair.
+
+        Pairs stay together however a batch is shared out, so mixing does not depend on the number of processes.
+        """
+        if len(index_B) % 2:
+            raise UserError(f"images are mixed in pairs, and a process got {len(index_B)}: use an even batch size")
+        recipe, side = self.augmentation, self.size
+        number_P4 = uniform(4, self.seed, epoch, index_B[::2], _MIXING)
+        cuts_P = number_P4[:, 0] * (bool(recipe.mixup) + bool(recipe.cutmix)) >= bool(recipe.mixup)
+        alpha_P = np.where(cuts_P, recipe.cutmix, recipe.mixup)
+        share_P = betaincinv(alpha_P, alpha_P, number_P4[:, 1])
+        swapped = batch.image.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+        keep_P1SS = np.empty((len(cuts_P), 1, side, side), np.float32)
+        for pair, (cuts, share) in enumerate(zip(cuts_P, share_P, strict=True)):
+            keep_P1SS[pair] = _window(side, share, *number_P4[pair, 2:]) if cuts else share
+        share_P = np.where(cuts_P, keep_P1SS.mean((1, 2, 3)), share_P)
+        keep_B1SS = torch.from_numpy(keep_P1SS).to(batch.image).repeat_interleave(2, 0)
+        return Batch(
+            torch.lerp(swapped, batch.image, keep_B1SS),
+            batch.label,
+            batch.label.unflatten(0, (-1, 2)).flip(1).flatten(),
+            torch.from_numpy(share_P).to(batch.image).repeat_interleave(2),
+            batch.index,
+        )
+
+
+def resized_crop(height: int, width: int, number_K: NDArray[np.float64]) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of 8 to 100 % of the area, of aspect 3/4 to 4/3; shrunk where it sticks out."""
+    area = height * width * (0.08 + 0.92 * number_K[0])
+    aspect = math.exp(math.log(4 / 3) * (2 * number_K[1] - 1))
+    crop_height = min(height, max(1, round(math.sqrt(area / aspect))))
+    crop_width = min(width, max(1, round(math.sqrt(area * aspect))))
+    top, left = int(number_K[2] * (height - crop_height + 1)), int(number_K[3] * (width - crop_width + 1))
+    return top, left, crop_height, crop_width
+
+
+def _crop(image_CHW: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
+    return v2.functional.resized_crop(
+        image_CHW, top, left, height, width, [size, size], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+    )
+
+
+def _middle(image_CHW: Tensor, size: int, crop_share: float) -> Tensor:
+    shorter = max(size, round(size / crop_share))
+    resized = v2.functional.resize(image_CHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    return v2.functional.center_crop(resized, [size, size])
+
+
+def _shifted(image_BCHW: Tensor, shift_B2: Indices, mirrored_B: NDArray[np.bool_], margin: int) -> Tensor:
+    """Windows of the zero-padded images, ``shift_B2`` from their corner, mirrored where asked."""
+    height, width = image_BCHW.shape[-2:]
+    padded = F.pad(image_BCHW, [margin] * 4)
+    row_BH = shift_B2[:, :1] + np.arange(height)
+    column_W = np.arange(width)
+    column_BW = shift_B2[:, 1:] + np.where(mirrored_B[:, None], column_W[::-1], column_W)
+    pixel_BP = row_BH[:, :, None] * padded.shape[-1] + column_BW[:, None, :]
+    pixel_B1P = torch.from_numpy(pixel_BP.reshape(len(pixel_BP), 1, -1)).expand(-1, image_BCHW.shape[1], -1)
+    return padded.flatten(2).gather(2, pixel_B1P).view(image_BCHW.shape)
+
+
+def _window(side: int, share: float, u: float, v: float) -> NDArray[np.float32]:
+    """CutMix: 1 where an image keeps its own pixels, 0 in a window of (1 − share) of the area at a random place."""
+    half = side * math.sqrt(1 - share) / 2
+    keep = np.ones((side, side), np.float32)
+    top, bottom = (int(np.clip(u * side + d, 0, side)) for d in (-half, half))
+    left, right = (int(np.clip(v * side + d, 0, side)) for d in (-half, half))
+    keep[top:bottom, left:right] = 0
+    return keep
+
+
+def _gaussian(num: int, *keys: int) -> Tensor:
+    """Standard-normal numbers by Box and Muller's transform of looked-up ones."""
+    number_1K = uniform(2 * num, *keys, _ERASING + 16)
+    first, second = np.split(number_1K[0], 2)
+    return torch.from_numpy(np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second))

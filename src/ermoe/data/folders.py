@@ -1,0 +1,151 @@
+"""Folders of image files: one folder a class, with or without splits, and Tiny-ImageNet's own layout.
+
+Nothing is decoded here. Files are listed in a fixed order, and what is neither an image nor a folder is counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ermoe.data.images import ImagesInFiles
+from ermoe.data.randomness import hashed
+from ermoe.errors import UserError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+_NAMES = {"train": ("train", "training"), "test": ("val", "validation", "valid", "test")}
+_HELD_OUT = 0.1
+
+
+@dataclass(slots=True)
+class _Listing:
+    """Image files by class, relative to the root of the data set, and how many other files there were."""
+
+    paths: dict[str, list[str]] = field(default_factory=dict)
+    num_others: int = 0
+
+    def add(self, root: Path, folder: Path, label: str) -> None:
+        """All files below ``folder`` become images of class ``label``."""
+        found = self.paths.setdefault(label, [])
+        for path in _files(folder):
+            if path.suffix.lower() in SUFFIXES:
+                found.append(os.path.relpath(path, root))
+            else:
+                self.num_others += 1
+
+
+def read(root: Path, split: str) -> ImagesInFiles:
+    """A split of ``root/train/CLASS/…`` and ``root/val/CLASS/…``, or a share of ``root/CLASS/…``."""
+    train = _split_folder(root, "train")
+    if train is None:
+        return _read_unsplit(root, split)
+    classes = _class_folders(train)
+    listing = _Listing()
+    folder = train if split == "train" else _test_folder(root)
+    present = _class_folders(folder)
+    if unknown := sorted(set(present) - set(classes)):
+        raise UserError(
+            f"{folder} has a class that {train} does not have, {unknown[0]!r} ({len(unknown)} such): it can't be "
+            "learned; move or remove it"
+        )
+    for name in present:
+        listing.add(root, folder / name, name)
+    return _images(root, split, classes, listing, f"class folders in {folder}")
+
+
+def _read_unsplit(root: Path, split: str) -> ImagesInFiles:
+    """Without splits, a tenth of the files, chosen by their names and so always the same, is held out."""
+    listing = _Listing()
+    classes = _class_folders(root)
+    for name in classes:
+        listing.add(root, root / name, name)
+    for name, paths in listing.paths.items():
+        listing.paths[name] = [path for path in paths if _is_held_out(path) == (split == "test")]
+    found = f"class folders without splits in {root}, {_HELD_OUT:.0%} held out by a hash of their names"
+    return _images(root, split, classes, listing, found)
+
+
+def is_tiny_imagenet(root: Path) -> bool:
+    """Whether ``root`` has Tiny-ImageNet's layout, whose val labels are in a table."""
+    return (root / "wnids.txt").is_file() and (root / "val" / "val_annotations.txt").is_file()
+
+
+def read_tiny_imagenet(root: Path, split: str) -> ImagesInFiles:
+    """Classes in the order of wnids.txt, which is that of the published labels."""
+    classes = (root / "wnids.txt").read_text().split()
+    listing = _Listing()
+    if split == "train":
+        for wnid in classes:
+            listing.add(root, root / "train" / wnid / "images", wnid)
+    else:
+        for number, line in enumerate((root / "val" / "val_annotations.txt").read_text().splitlines(), 1):
+            name, _, rest = line.partition("\t")
+            wnid = rest.partition("\t")[0]
+            if wnid not in classes:
+                raise UserError(
+                    f"line {number} of {root / 'val' / 'val_annotations.txt'} gives {name} the class {wnid!r}, which "
+                    "wnids.txt does not have: unpack the archive again"
+                )
+            listing.paths.setdefault(wnid, []).append(os.path.join("val", "images", name))
+    return _images(root, split, classes, listing, f"Tiny-ImageNet in {root}")
+
+
+def _images(root: Path, split: str, classes: list[str], listing: _Listing, found: str) -> ImagesInFiles:
+    paths = [path for name in classes for path in sorted(listing.paths.get(name, []))]
+    label = [i for i, name in enumerate(classes) for _ in listing.paths.get(name, [])]
+    empty = sum(not listing.paths.get(name) for name in classes)
+    found += f", {split}: {len(paths):,} images, {len(classes)} classes"
+    found += f", {empty} of them without images here" if empty and paths else ""
+    found += f"; {listing.num_others} other files ignored" if listing.num_others else ""
+    return ImagesInFiles(root, paths, found=found, split=split, classes=classes, label_N=torch.tensor(label).long())
+
+
+def _split_folder(root: Path, split: str) -> Path | None:
+    return next((root / name for name in _NAMES[split] if (root / name).is_dir()), None)
+
+
+def _test_folder(root: Path) -> Path:
+    folder = _split_folder(root, "test")
+    if folder is None:
+        raise UserError(f"{root} has a folder for training, but none of {', '.join(_NAMES['test'])}: add one")
+    return folder
+
+
+def _class_folders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
+    if not names:
+        loose = sum(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+        raise UserError(
+            f"{folder} holds {loose} image files and no class folders: put every image into a folder named by its class"
+        )
+    return names
+
+
+def _files(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """All files below a folder, also through symbolic links; a link into a folder that contains it is refused."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise UserError(f"{folder} is a symbolic link to a folder that contains it, an endless loop: remove the link")
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as problem:
+        raise UserError(f"{folder} cannot be listed: {problem.strerror}; look at its permissions") from problem
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if os.path.isdir(entry.path):  # unlike entry.is_dir(), it takes a link to itself for no folder
+            yield from _files(Path(entry.path), (*above, real))
+        else:  # also dangling links and links to themselves: reading them will say so
+            yield Path(entry.path)
+
+
+def _is_held_out(path: str) -> bool:
+    letters = np.frombuffer(path.encode(), np.uint8).astype(np.int64)
+    bits = hashed(*letters.tolist())
+    return bool(bits[0] < np.uint64(_HELD_OUT * 2**64))

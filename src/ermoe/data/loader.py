@@ -1,0 +1,100 @@
+"""Batches for training and evaluation, from memory or through worker processes, from any step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ermoe.data.augment import Batch, Transform
+from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.order import Indices, Order, evaluation_batches, share
+
+_Request = tuple[int, Indices]
+
+
+@dataclass(slots=True)
+class Loader:
+    """The batches of one process.
+
+    Args:
+        images: where they come from.
+        transform: what is done to them.
+        order: of a training set; None to go through the images once, for evaluation.
+        batch_size: for evaluation; in training it is the order's, shared by processes and accumulation steps.
+        rank, num_processes: which share is this process's.
+        num_parts: accumulation steps into which a process cuts its share.
+        workers: processes that read ahead; 0 reads in this one, which is best for images in memory.
+        device: where batches are finished and left.
+    """
+
+    images: Images
+    transform: Transform
+    order: Order | None = None
+    batch_size: int = 100
+    rank: int = 0
+    num_processes: int = 1
+    num_parts: int = 1
+    workers: int = 0
+    device: torch.device | str = "cpu"
+
+    def epoch(self, epoch: int = 0, *, first_step: int = 0) -> Iterator[list[Batch]]:
+        """For every step from ``first_step`` on, the parts to accumulate; an evaluation has one part a step."""
+        num_parts = self.num_parts if self.order is not None else 1
+        parts: list[Batch] = []
+        for index_B, image_BCSS in self._read(list(self._requests(epoch, first_step))):
+            parts.append(self._finish(index_B, image_BCSS, epoch))
+            if len(parts) == num_parts:
+                yield parts
+                parts = []
+
+    def _requests(self, epoch: int, first_step: int) -> Iterator[_Request]:
+        if self.order is None:
+            whole = evaluation_batches(
+                len(self.images), self.batch_size, rank=self.rank, num_processes=self.num_processes
+            )
+            yield from ((epoch, index_B) for index_B in whole)
+            return
+        for batch_B in self.order.batches(epoch, first_step=first_step):
+            own_B = share(batch_B, rank=self.rank, num_processes=self.num_processes)
+            for part in range(self.num_parts):
+                yield epoch, share(own_B, rank=part, num_processes=self.num_parts)
+
+    def _read(self, requests: list[_Request]) -> Iterator[tuple[Indices, Tensor]]:
+        reader = _Reader(self.images, self.transform)
+        if self.workers == 0 or isinstance(self.images, ImagesInMemory):
+            yield from (reader[request] for request in requests)
+            return
+        # The sampler names whole batches, so a worker returns them finished and in order.
+        yield from DataLoader(
+            reader,
+            sampler=requests,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=self.workers,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            pin_memory=torch.device(self.device).type == "cuda",
+        )
+
+    def _finish(self, index_B: Indices, image_BCSS: Tensor, epoch: int) -> Batch:
+        label_B = self.images.label_N[torch.from_numpy(index_B)]
+        image_BCSS, label_B = (tensor.to(self.device, non_blocking=True) for tensor in (image_BCSS, label_B))
+        return self.transform.device(image_BCSS, label_B, index_B, epoch)
+
+
+class _Reader(Dataset[tuple[Indices, Tensor]]):
+    """What a worker process runs."""
+
+    def __init__(self, images: Images, transform: Transform) -> None:
+        self.images = images
+        self.transform = transform
+
+    def __getitem__(self, request: _Request) -> tuple[Indices, Tensor]:
+        epoch, index_B = request
+        return index_B, self.transform.host(self.images, index_B, epoch)
+
+
+def _as_it_is(item: tuple[Indices, Tensor]) -> tuple[Indices, Tensor]:
+    return item

@@ -1,0 +1,237 @@
+"""Offsets and thresholds from a few unlabelled batches, before any training.
+
+Letters: G images of S tokens, T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+from ermoe.models.batches import run
+from ermoe.models.equal_load import equal_load_offsets
+from ermoe.nn import MoE, TopKRouter
+
+_MAX_THRESHOLD = 1 - 1e-6
+_CANDIDATES = 24
+_BUDGET_MISSED = 0.05
+
+_log = logging.getLogger("ermoe")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What `calibrate` chose for one layer, and what it does to the tokens it was chosen on.
+
+    ``load_cv2`` is the variance of the experts' loads over their squared mean; ``experts_per_token`` counts after
+    pruning and before drops; ``drop_rate`` is the share of chosen pairs that find their expert full.
+    """
+
+    threshold: float
+    load_cv2: float
+    experts_per_token: float
+    drop_rate: float
+    num_tokens: int
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    budget: float | None = None,
+    capacity_factor: float | None = None,
+    max_tokens: int = 32_768,
+    rounds: int = 2,
+    seed: int = 0,
+) -> dict[str, Calibration]:
+    """Solves every layer's offsets for equal load, and on request its threshold T, in place; no labels, no gradients.
+
+    Args:
+        model: a sparse model.
+        batches: a few batches of images; what a data loader yields will do, labels are ignored.
+        budget: mean number of experts per token, between 1 and K, that T should bring about. Needs layers that prune
+            (``below_threshold="prune"``).
+        capacity_factor: gives every expert this capacity and, where layers prune and there is no budget, chooses the
+            T at which the smallest share of the chosen pairs is dropped.
+        max_tokens: tokens per layer whose scores are kept, whole images drawn at random.
+        rounds: passes over the batches. Offsets of one layer move the tokens of the next as soon as experts differ,
+            so a second pass refines; with the equal experts of a fresh model it changes nothing.
+        seed: of the drawing of images.
+
+    Returns:
+        What was chosen, by layer name.
+    """
+    routers = _routers(model, budget)
+    batches = list(batches) if rounds > 1 else batches
+    chosen: dict[str, Calibration] = {}
+    for _ in range(rounds):
+        samples = _sample_scores(model, routers, batches, max_tokens, seed)
+        for name, router in routers.items():
+            if capacity_factor is not None:
+                router.capacity_factor = capacity_factor
+            chosen[name] = _settle(router, samples[name], budget)
+    for name, result in chosen.items():
+        if budget is not None and abs(result.experts_per_token - budget) > _BUDGET_MISSED:
+            _log.warning("%s: T = 0 still prunes to %.2f experts a token", name, result.experts_per_token)
+    return chosen
+
+
+def _routers(model: nn.Module, budget: float | None) -> dict[str, TopKRouter]:
+    """The routers that can be calibrated, by the names of their layers."""
+    routers = {
+        name: layer.router
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoE) and isinstance(layer.router, TopKRouter)
+    }
+    if not any(router.balance is not None or router.below_threshold == "prune" for router in routers.values()):
+        raise UserError(
+            "nothing to calibrate: no layer of this model has offsets (balance='offset') or prunes "
+            "(below_threshold='prune')"
+        )
+    for name, router in routers.items():
+        if budget is not None and router.below_threshold != "prune":
+            raise UserError(
+                f"budget={budget}: {name} always uses {router.top_k} experts a token; build the model with "
+                "below_threshold='prune' for T to decide"
+            )
+        if budget is not None and not 1 <= budget <= router.top_k:
+            raise UserError(f"budget={budget}: need 1 <= budget <= top_k={router.top_k} experts a token")
+    return routers
+
+
+class _Sample:
+    """Scores of whole images, at most ``max_tokens`` tokens: those images whose random key is smallest."""
+
+    def __init__(self, max_tokens: int, seed: int) -> None:
+        self._max_tokens = max_tokens
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept: list[tuple[float, Tensor, Tensor]] = []
+        self._num_tokens = 0
+
+    def add(self, score_GSE: Tensor, mask_GS: Tensor) -> None:
+        keys = torch.rand(len(score_GSE), generator=self._generator).tolist()
+        for key, score_SE, mask_S in zip(keys, score_GSE, mask_GS, strict=True):
+            self._kept.append((key, score_SE.clone(), mask_S.clone()))
+            self._num_tokens += len(score_SE)
+        self._kept.sort(key=lambda image: image[0])
+        while len(self._kept) > 1 and self._num_tokens > self._max_tokens:
+            self._num_tokens -= len(self._kept.pop()[1])
+
+    def scores(self) -> Tensor:
+        """Those of real tokens, (T, E)."""
+        return torch.cat([score_SE[mask_S] for _, score_SE, mask_S in self._kept])
+
+    def images(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Stacks of equally long images: scores (G·S, E) and masks (G, S)."""
+        by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for _, score_SE, mask_S in self._kept:
+            by_length.setdefault(len(score_SE), []).append((score_SE, mask_S))
+        for images in by_length.values():
+            scores, masks = zip(*images, strict=True)
+            yield torch.cat(scores), torch.stack(masks)
+
+
+def _sample_scores(
+    model: nn.Module, names: Iterable[str], batches: Iterable[Any], max_tokens: int, seed: int
+) -> dict[str, _Sample]:
+    samples = {name: _Sample(max_tokens, seed) for name in names}
+    with ExitStack() as hooks:
+        for name, sample in samples.items():
+            hook = model.get_submodule(name).register_forward_hook(_scorer(sample), with_kwargs=True)
+            hooks.callback(hook.remove)
+        if run(model, batches) == 0:
+            raise UserError(
+                "there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator"
+            )
+    return samples
+
+
+def _scorer(sample: _Sample) -> Any:
+    def score(layer: MoE, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+        x = args[0]
+        routing = layer.route(*args, **kwargs)
+        assert routing.score_TE is not None
+        shape_GS = (-1, x.shape[-2])
+        score_GSE = routing.score_TE.reshape(*shape_GS, routing.num_experts)
+        real_T = torch.ones_like(routing.score_TE[:, 0], dtype=torch.bool) if routing.mask_T is None else routing.mask_T
+        sample.add(score_GSE, real_T.reshape(shape_GS))
+
+    return score
+
+
+@torch.no_grad()
+def _settle(router: TopKRouter, sample: _Sample, budget: float | None) -> Calibration:
+    """Sets one router's threshold and offsets."""
+    score_TE = sample.scores()
+    if router.below_threshold == "prune" and budget is not None:
+        _set(router, score_TE, threshold_for_budget(score_TE, router.top_k, budget))
+    elif router.below_threshold == "prune" and router.capacity_factor is not None:
+        candidates = _candidate_thresholds(score_TE, router.top_k)
+        drop_rates = []
+        for threshold in candidates:
+            _set(router, score_TE, threshold)
+            drop_rates.append(_measure(router, sample).drop_rate)
+        _set(router, score_TE, candidates[drop_rates.index(min(drop_rates))])
+    else:
+        _set(router, score_TE, router.threshold)
+    return _measure(router, sample)
+
+
+def _set(router: TopKRouter, score_TE: Tensor, threshold: float) -> None:
+    router.threshold = threshold
+    if router.balance is not None:
+        prunes = router.below_threshold == "prune"
+        offset_E = equal_load_offsets(score_TE, router.top_k, threshold=threshold if prunes else None)
+        router.balance.offset_E.copy_(offset_E)
+
+
+def threshold_for_budget(score_TE: Tensor, top_k: int, budget: float) -> float:
+    """The T in [0, 1) at which a token keeps ``budget`` experts in the mean, as nearly as T ≥ 0 allows.
+
+    A token keeps its best expert always and the j-th best if it scores at least T, so the mean is
+    1 + Σ_{j ≥ 2} P(j-th best score ≥ T): T is an order statistic of the second to K-th best scores.
+
+    >>> score = torch.linspace(0, 1, 1001).repeat(2, 1).T  # two experts, equal scores
+    >>> round(threshold_for_budget(score, top_k=2, budget=1.25), 2)
+    0.75
+    """
+    runner_up = score_TE.topk(top_k, dim=1).values[:, 1:].flatten().sort(descending=True).values
+    wanted = round((budget - 1) * len(score_TE))
+    if wanted <= 0:
+        return _MAX_THRESHOLD
+    return min(max(float(runner_up[wanted - 1]), 0.0), _MAX_THRESHOLD)
+
+
+def _candidate_thresholds(score_TE: Tensor, top_k: int) -> list[float]:
+    """Thresholds that prune from none to nearly all of the second to K-th choices, in rising order."""
+    score_TK = score_TE.topk(top_k, dim=1).values.clamp(0, _MAX_THRESHOLD)
+    quantiles = torch.linspace(0, 1, _CANDIDATES, device=score_TE.device)
+    position = (quantiles * (score_TK.numel() - 1)).long()
+    return [0.0, *score_TK.flatten().sort().values[position].tolist()]
+
+
+def _measure(router: TopKRouter, sample: _Sample) -> Calibration:
+    """What the router does to the sampled images."""
+    count_E = torch.zeros(router.num_experts, dtype=torch.double)
+    wanted = dropped = num_tokens = 0
+    for score_TE, mask_GS in sample.images():
+        routing = router.choose(score_TE, mask_GS, num_groups=len(mask_GS))
+        num_dropped = 0 if routing.num_dropped is None else int(routing.num_dropped)
+        count_E += routing.count_E.cpu()
+        dropped += num_dropped
+        wanted += int(routing.count_E.sum()) + num_dropped
+        num_tokens += int(mask_GS.sum())
+    return Calibration(
+        threshold=router.threshold,
+        load_cv2=float(count_E.var(correction=0) / count_E.mean().square()),
+        experts_per_token=wanted / max(num_tokens, 1),
+        drop_rate=dropped / max(wanted, 1),
+        num_tokens=num_tokens,
+    )

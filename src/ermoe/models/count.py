@@ -1,0 +1,139 @@
+"""How large a model is, and what one image costs it: parameters and floating-point operations, part by part.
+
+Operations of matrix products and convolutions are counted by torch's own counter, on tensors without data, along the
+static path in which every expert sees every token. What the sparse path saves then follows exactly: of E experts, a
+token meets K.
+
+Letters: N tokens of an image, D model width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from ermoe.models.families import family_of
+from ermoe.models.sparse_block import SparseBlock, needs_context
+from ermoe.models.static_path import every_expert, expert_layers
+from ermoe.nn import MoE
+
+_EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of one image, by part. A multiplication and the addition after it are two."""
+
+    embedding: int = 0
+    attention: int = 0
+    context: int = 0
+    routing: int = 0
+    experts: int = 0
+    dense_ffn: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Parameters of a model, and operations per image.
+
+    ``active_parameters`` are those that one token's computation reads: all but the experts it does not meet, of which
+    it reads only the columns that route.
+    """
+
+    total_parameters: int
+    active_parameters: int
+    flops: Flops
+
+
+def count(model: nn.Module, image_size: int | tuple[int, ...] = 224, *, channels: int = 3) -> Count:
+    """Counts a model, dense or sparse, for images of the given size.
+
+    >>> import timm
+    >>> counted = count(timm.create_model("vit_tiny_patch16_224"), 224)
+    >>> counted.total_parameters, round(counted.flops.total / 2e9, 2)  # the second as multiply-adds
+    (5717416, 1.25)
+    """
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    flops, num_tokens = measure(model, (1, channels, *size))
+    part = asdict(Flops())
+    for name, block in family_of(model).blocks(model):
+        ffn = flops[f"{name}.mlp"]
+        part["attention"] += flops[name] - ffn
+        if not isinstance(block, SparseBlock):
+            part["dense_ffn"] += ffn
+            continue
+        layer = block.mlp
+        experts = sum(flops[f"{name}.mlp.experts.{child}"] for child in ("gate", "up", "down"))
+        if isinstance(layer, MoE):
+            part["routing"] += flops[f"{name}.mlp.router"]
+            experts = experts * experts_per_token(layer) // layer.experts.num_experts
+        else:  # Soft MoE, all of whose slots are always full
+            part["routing"] += ffn - experts
+        part["experts"] += experts
+        if needs_context(layer):
+            context = 2 * num_tokens**2 * layer.experts.dim
+            part["context"] += context
+            part["attention"] -= context
+    part["embedding"] = sum(flops[name] for name in list(flops) if name.split(".")[-1] in _EMBEDDINGS)
+    part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in family_of(model).blocks(model))
+    total = sum(p.numel() for p in model.parameters())
+    return Count(total, total - _idle_parameters(model), Flops(**part))
+
+
+def experts_per_token(layer: MoE) -> int:
+    """K; without pruning and drops, which depend on the data."""
+    return int(getattr(layer.router, "top_k", 1))
+
+
+@torch.no_grad()
+def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
+    """Operations by module name along the static path ("Global" for all), and the number of tokens in the blocks."""
+    lengths = []
+    first_block: Any = family_of(model).blocks(model)[0][1]
+    parameters = dict(model.named_parameters())
+    weightless = {name: tensor.to("meta") for name, tensor in (*parameters.items(), *model.named_buffers())}
+    image = torch.empty(shape, device="meta", dtype=next(iter(parameters.values())).dtype)
+    counter = FlopCounterMode(display=False)
+    with ExitStack() as stack:
+        hook = first_block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
+        stack.callback(hook.remove)
+        stack.callback(model.train, model.training)
+        stack.enter_context(every_expert(model.eval()))
+        with counter:
+            functional_call(model, weightless, (image,))
+    counted = {name.partition(".")[2] or name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    return _ZeroIfAbsent(counted), lengths[0]
+
+
+class _ZeroIfAbsent(dict[str, int]):
+    """A module without products is not in the counter's list."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
+
+
+def _idle_parameters(model: nn.Module) -> int:
+    """Parameters of experts that a token does not meet, without the columns by which it decided so."""
+    idle = 0
+    for layer in expert_layers(model).values():
+        if isinstance(layer, MoE):
+            num_experts = layer.experts.num_experts
+            per_expert = sum(p.numel() for p in layer.experts.parameters()) // num_experts
+            score = getattr(layer.router, "score", None)
+            basis = layer.experts.token_basis
+            if basis is not None and score is not None and score.needs_basis and score.basis is None:
+                per_expert -= basis.shape[1] * min(score.route_rank, basis.shape[2])
+            idle += (num_experts - experts_per_token(layer)) * per_expert
+    return idle

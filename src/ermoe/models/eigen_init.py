@@ -1,0 +1,127 @@
+"""Experts that equal a dense feed-forward network, and bases that already route: eigen-upcycling.
+
+W = U diag(s) Vᵀ is the singular value decomposition of a dense weight. Every expert gets the same factors with its
+columns in another order, so every expert computes W; and since the first r columns of U route, expert e is given the
+singular directions e, e + E, e + 2E, … first. The routing subspaces then share out the dense layer's own eigenbasis,
+mutually orthogonal, each with strong and weak directions in equal measure.
+
+Letters: E experts, I input and O output width of one weight, R rank, r routing rank, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ermoe.models.ffn import FFN, Linear
+from ermoe.models.moments import Moments
+from ermoe.nn import DenseLinear, EigenLinear, MoE
+from ermoe.nn.scores import Score
+
+
+def interleaved(num_experts: int, rank: int) -> Tensor:
+    """Which singular direction stands in which column of each expert, (E, R): e, e + E, … first, then e + 1, ….
+
+    >>> interleaved(3, 6).tolist()
+    [[0, 3, 1, 4, 2, 5], [1, 4, 2, 5, 0, 3], [2, 5, 0, 3, 1, 4]]
+    """
+    shares = [torch.arange(start, rank, num_experts) for start in range(num_experts)]
+    return torch.stack([torch.cat(shares[expert:] + shares[:expert]) for expert in range(num_experts)])
+
+
+def svd(weight_IO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U (I, R), s (R,) and V (O, R) with R = min(I, O), in float64."""
+    wide = weight_IO.cpu() if weight_IO.device.type == "mps" else weight_IO  # Apple's GPU has no float64
+    U, s, Vh = torch.linalg.svd(wide.double(), full_matrices=False)
+    return U, s, Vh.mT
+
+
+@torch.no_grad()
+def fill_from_dense(layer: MoE, ffn: FFN, moments: Moments | None = None) -> None:
+    """Writes ``ffn`` into every expert of ``layer``, and its singular directions into the basis that routes.
+
+    Weights whose rank is below full are truncated: in the metric of the activations if ``moments`` are known.
+    """
+    # Only what tokens enter through routes, and only its columns are interleaved.
+    down = layer.experts.down
+    for stacked, dense in zip(layer.experts.linears(), ffn.linears(), strict=True):
+        if isinstance(stacked, DenseLinear):
+            _copy_dense(stacked, dense)
+        else:
+            truncated = _truncate(dense, stacked.s.shape[1], moments, is_down=stacked is down)
+            _fill_eigen(stacked, truncated, interleave=stacked is not down)
+    score = getattr(getattr(layer, "router", None), "score", None)
+    if isinstance(score, Score) and score.basis is not None:
+        _cut_basis(score.basis, ffn.up if ffn.gate is None else ffn.gate)
+
+
+def _copy_dense(stacked: DenseLinear, dense: Linear) -> None:
+    stacked.W.copy_(dense.W)
+    _copy_bias(stacked, dense.b)
+
+
+def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> None:
+    num_experts, rank = stacked.s.shape
+    U, s, V = svd(dense.W)
+    order_ER = interleaved(num_experts, rank) if interleave else torch.arange(rank).expand(num_experts, -1)
+    for expert, order_R in enumerate(order_ER.to(U.device)):
+        stacked.U[expert].copy_(U[:, order_R])
+        stacked.s[expert].copy_(s[order_R])
+        stacked.V[expert].copy_(V[:, order_R])
+    _copy_bias(stacked, dense.b)
+
+
+def _copy_bias(stacked: DenseLinear | EigenLinear, bias: Tensor | None) -> None:
+    if stacked.bias is not None:
+        stacked.bias.copy_(torch.zeros_like(stacked.bias) if bias is None else bias)
+
+
+def _cut_basis(basis_EDr: Tensor, entry: Linear) -> None:
+    num_experts, _, route_rank = basis_EDr.shape
+    U = svd(entry.W)[0]
+    for expert, order in enumerate(interleaved(num_experts, U.shape[1]).to(U.device)):
+        basis_EDr[expert].copy_(U[:, order[:route_rank]])
+
+
+def _truncate(dense: Linear, rank: int, moments: Moments | None, *, is_down: bool) -> Linear:
+    """The best map of the given rank: unchanged if ``rank`` is full, or if nothing is known of its inputs.
+
+    Without data nothing need be done here: the singular value decomposition that follows is cut, which is best for
+    inputs without a preferred direction.
+    """
+    if moments is None or rank >= min(dense.W.shape):
+        return dense
+    weight = dense.W.to(moments.covariance_y.dtype)
+    principal_OR = moments.principal_outputs(weight, rank, is_down=is_down)
+    # Outputs are projected on the directions in which they vary most: Ŵ = W Q Qᵀ minimises E‖(x − μ)(W − Ŵ)‖².
+    truncated = (weight @ principal_OR) @ principal_OR.mT
+    if dense.b is None:
+        return Linear(truncated, None)
+    mean_I = moments.mean_h if is_down else moments.mean_x
+    return Linear(truncated, dense.b.to(weight.dtype) + mean_I @ (weight - truncated))  # what the mean loses, b gets
+
+
+@torch.no_grad()
+def output_error(layer: MoE, ffn: FFN, moments: Moments | None = None) -> float | None:
+    """‖f_e(x) − f(x)‖ / ‖f(x)‖ of the experts, which are all equal; None if their weights have full rank.
+
+    On tokens kept from calibration, or on normalised random ones.
+    """
+    is_cut = any(
+        isinstance(stacked, EigenLinear) and stacked.s.shape[1] < min(dense.W.shape)
+        for stacked, dense in zip(layer.experts.linears(), ffn.linears(), strict=True)
+    )
+    if not is_cut:
+        return None
+    if moments is not None:
+        x_TD = torch.cat(moments.kept)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        x_TD = ffn.norm(torch.randn(256, ffn.dim, generator=generator).to(ffn.up.W))
+    count_E = torch.zeros(layer.experts.num_experts, dtype=torch.long, device=x_TD.device)
+    count_E[0] = len(x_TD)
+    y_TD = ffn(x_TD)
+    was_training = layer.training
+    y_sparse_TD = layer.eval().experts(x_TD, count_E)
+    layer.train(was_training)
+    return float((y_sparse_TD - y_TD).norm() / y_TD.norm())

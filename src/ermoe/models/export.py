@@ -1,0 +1,182 @@
+"""Sparse models as files that run without ermoe: torch.export archives and ONNX graphs.
+
+A graph in a file has fixed shapes, while how many tokens an expert gets depends on the image. There are two ways out.
+"every-expert" runs all experts on all tokens and weighs most of the results with zero: the numbers of the model, at
+E / K times the work of its experts. "capacity" gives each expert a fixed number of places per image, ⌈S K f / E⌉,
+filled in the order of falling weight: f times the work, and tokens that find an expert full do without it.
+
+Letters: G images of S tokens, T = G·S tokens, D model width, E experts, C places per expert and image.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ermoe.errors import UserError
+from ermoe.files import replacing
+from ermoe.models.count import experts_per_token
+from ermoe.models.static_path import every_expert, expert_layers
+from ermoe.nn import MoE
+from ermoe.nn.capacity import places
+
+PATHS = ("every-expert", "capacity")
+FORMATS = {".onnx": "onnx", ".pt2": "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and how far its outputs are from the model's on a random image, relative to their spread."""
+
+    file: Path
+    difference: float
+
+
+def export(
+    model: nn.Module,
+    file: str | os.PathLike[str],
+    *,
+    image_size: int | tuple[int, ...] = 224,
+    channels: int = 3,
+    path: str = "every-expert",
+    capacity_factor: float = 1.25,
+    dynamic_batch: bool = True,
+) -> Exported:
+    """Writes a model to ``file``, as ONNX if its name ends in .onnx and as a torch.export archive if in .pt2.
+
+    Args:
+        image_size: of the images it will get; fixed in the file.
+        path: "every-expert" (exact, E / K times the experts' work) or "capacity" (cheaper, drops some pairs).
+        capacity_factor: f of the capacity path. Places for f = E / K would suffice for every token.
+        dynamic_batch: whether the file takes any number of images at once, or one.
+    """
+    file = Path(file)
+    if file.suffix not in FORMATS:
+        raise UserError(f"{file}: the name decides the format, so end it in .onnx or .pt2")
+    if path not in PATHS:
+        raise UserError(f"path={path!r}: use 'every-expert' (exact) or 'capacity' (cheaper)")
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    reference = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2 if dynamic_batch else 1, channels, *size, generator=generator).to(reference)
+    program = to_program(model, images, path=path, capacity_factor=capacity_factor, dynamic_batch=dynamic_batch)
+    with torch.no_grad():
+        expected = _TensorOutput(model).eval()(images)
+    with replacing(file) as draft:
+        if FORMATS[file.suffix] == "torch":
+            torch.export.save(program, draft)
+            outputs = torch.export.load(draft).module()(images)
+        else:
+            _write_onnx(program, draft)
+            outputs = _run_onnx(draft, images)
+    return Exported(file, float((outputs - expected).abs().max() / expected.std().clamp_min(1e-30)))
+
+
+def to_program(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    path: str = "every-expert",
+    capacity_factor: float = 1.25,
+    dynamic_batch: bool = True,
+) -> ExportedProgram:
+    """The model as a graph of torch's own operators, along one of the static paths."""
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    if path == "capacity":
+        limit_places(model, capacity_factor)
+    shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
+    with torch.no_grad(), every_expert(model) if path == "every-expert" else nullcontext():
+        return torch.export.export(_TensorOutput(model), (images,), dynamic_shapes=shapes)
+
+
+class CapacityMoE(MoE):
+    """A layer whose experts have a fixed number of places per image, filled in the order of falling weight.
+
+    With room for every token it equals the layer it was made of.
+    """
+
+    capacity_factor: float
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        num_tokens, dim = x.shape[-2:]
+        num_experts = self.experts.num_experts
+        wanted = places(num_tokens, experts_per_token(self), num_experts, self.capacity_factor)
+        weight_GSE = self.route(x, context, mask).dense_weights().view(-1, num_tokens, num_experts)
+        weight_GCE, token_GCE = weight_GSE.topk(min(wanted, num_tokens), dim=1)
+        place_GAD = token_GCE.flatten(1).unsqueeze(-1).expand(-1, -1, dim)
+        x_GSD = x.reshape(-1, num_tokens, dim)
+        x_GCED = x_GSD.gather(1, place_GAD).unflatten(1, token_GCE.shape[1:])
+        y_EAD = self.experts.batched(x_GCED.permute(2, 0, 1, 3).flatten(1, 2))
+        y_GCED = y_EAD.unflatten(1, (-1, token_GCE.shape[1])).permute(1, 2, 0, 3)
+        weighted_GAD = (weight_GCE.to(y_GCED.dtype).unsqueeze(-1) * y_GCED).flatten(1, 2)
+        return torch.zeros_like(x_GSD).scatter_add(1, place_GAD, weighted_GAD.to(x.dtype)).view(x.shape)
+
+
+def limit_places(model: nn.Module, capacity_factor: float) -> None:
+    """Makes every layer of a model a `CapacityMoE`, in place; layers that choose nothing have static shapes already."""
+    for name, layer in expert_layers(model).items():
+        if isinstance(layer, MoE):
+            limited: Any = model.get_submodule(name)
+            limited.__class__ = CapacityMoE
+            limited.capacity_factor = capacity_factor
+
+
+class _TensorOutput(nn.Module):
+    """A model that returns a tensor, also if the one inside returns a record of Hugging Face's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Any = self.model(images)
+        if isinstance(outputs, Tensor):
+            return outputs
+        return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+
+
+def _write_onnx(program: ExportedProgram, file: Path) -> None:
+    _need("onnx", "onnxscript")
+    torch.onnx.export(
+        program,
+        f=file,
+        input_names=["images"],
+        output_names=["outputs"],
+        external_data=False,
+        verbose=False,
+        custom_translation_table={torch.ops.aten.sort.stable: _stable_sort()},
+    )
+
+
+def _stable_sort() -> Any:
+    """torch's stable sort in ONNX, whose TopK puts the lower index first among equal values."""
+    from onnxscript import opset18 as op
+
+    def sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+        length: Any = op.Slice(op.Shape(self), [dim], [dim + 1] if dim != -1 else [2**31 - 1])  # type: ignore[type-var]
+        return op.TopK(self, length, axis=dim, largest=int(descending), sorted=1)
+
+    return sort
+
+
+def _run_onnx(file: Path, images: Tensor) -> Tensor:
+    _need("onnxruntime")
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0]).to(images.device)
+
+
+def _need(*packages: str) -> None:
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    if absent:
+        raise UserError(f"ONNX needs {', '.join(absent)}: install them with pip install 'ermoe[export]'")

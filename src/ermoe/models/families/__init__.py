@@ -1,0 +1,80 @@
+"""The backbones that can be made sparse: one small adapter per family, found by where a model's class is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Protocol
+
+from torch import nn
+
+from ermoe.errors import UserError
+from ermoe.models.ffn import FFN
+from ermoe.models.sparse_block import SparseBlock
+
+
+class Family(Protocol):
+    """How one family of backbones is laid out. An adapter is a module with these names.
+
+    Models and blocks of other libraries are `Any`: torch does not type the attributes of modules.
+    """
+
+    SPARSE_BLOCK: type[SparseBlock]
+
+    def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
+        """The transformer blocks from input to output, with their names in the model."""
+
+    def refusal(self, block: Any) -> str | None:
+        """Why this block cannot be made sparse, as the end of a sentence about it; None if it can."""
+
+    def no_context(self, block: Any) -> str | None:
+        """Why its attention cannot say where tokens looked; None if it can."""
+
+    def ffn(self, block: Any) -> FFN:
+        """The feed-forward network of a dense block, as views of its parameters."""
+
+    def num_tokens(self, model: Any) -> int:
+        """Length of the sequence at the model's own image size."""
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        """The model's own size of images (height, width) or volumes."""
+
+    def describe(self, model: Any) -> dict[str, Any]:
+        """What it takes to build the model's dense form again, as plain as JSON."""
+
+    def build(self, description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+        """The dense model a description means, freshly initialised."""
+
+
+# The module that defines a model's class, or one of its base classes -> the adapter.
+FAMILIES = {
+    "timm.models.vision_transformer": "ermoe.models.families.timm_vit",
+    "timm.models.eva": "ermoe.models.families.timm_eva",
+    "torchvision.models.vision_transformer": "ermoe.models.families.torchvision_vit",
+    "transformers.models.vit.modeling_vit": "ermoe.models.families.hugging_face_vit",
+    "ermoe.models.vit3d": "ermoe.models.families.volume",
+}
+
+
+def family_of(model: nn.Module) -> Family:
+    """The adapter for a model.
+
+    >>> import timm
+    >>> family_of(timm.create_model("test_vit")).__name__
+    'ermoe.models.families.timm_vit'
+    """
+    for base in type(model).__mro__:
+        if base.__module__ in FAMILIES:
+            adapter: Any = import_module(FAMILIES[base.__module__])
+            return adapter
+    raise UserError(
+        f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
+        "Eva, a torchvision VisionTransformer, a Hugging Face ViT or ermoe's ViT3D, or put ermoe.EigenMoE into blocks "
+        "of your own"
+    )
+
+
+def named_blocks(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of the container at a dotted path, with their full names."""
+    for name, block in model.get_submodule(path).named_children():
+        yield f"{path}.{name}", block

@@ -1,0 +1,83 @@
+"""Writing down which timm model a model is, so that it can be built again.
+
+timm remembers the name of an architecture and not the arguments it was created with. They are read off the model: every
+property in which it differs from the plain architecture becomes an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from ermoe.errors import UserError
+from ermoe.models.families import timm_ffn
+from ermoe.models.sparse_block import dense_network
+
+_FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+
+
+def _rate(module: nn.Module | None) -> float:
+    """A dropout rate, whatever it drops."""
+    for name in ("drop_prob", "prob", "p"):
+        if hasattr(module, name):
+            return round(float(getattr(module, name)), 6)  # timm spaces rates in float32
+    return 0.0
+
+
+def _mlp_ratio(model: Any) -> float:
+    block = model.blocks[0]
+    ffn = timm_ffn.read(dense_network(block), block.norm2)
+    return ffn.hidden_dim / ffn.dim
+
+
+# Argument of timm.create_model -> how to read it off a model.
+_PROPERTIES: dict[str, Callable[[Any], Any]] = {
+    "num_classes": lambda m: m.num_classes,
+    "global_pool": lambda m: m.global_pool,
+    "img_size": lambda m: list(m.patch_embed.img_size),
+    "patch_size": lambda m: list(m.patch_embed.patch_size),
+    "in_chans": lambda m: m.patch_embed.proj.in_channels,
+    "embed_dim": lambda m: m.embed_dim,
+    "depth": lambda m: len(m.blocks),
+    "num_heads": lambda m: m.blocks[0].attn.num_heads,
+    "mlp_ratio": _mlp_ratio,
+    "dynamic_img_size": lambda m: m.dynamic_img_size,
+    "drop_rate": lambda m: _rate(m.head_drop),
+    "pos_drop_rate": lambda m: _rate(m.pos_drop),
+    "patch_drop_rate": lambda m: _rate(m.patch_drop),
+    "proj_drop_rate": lambda m: _rate(m.blocks[0].attn.proj_drop),
+    "attn_drop_rate": lambda m: _rate(m.blocks[0].attn.attn_drop),
+    "drop_path_rate": lambda m: _rate(m.blocks[-1].drop_path1),
+}
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The architecture's name and the arguments in which this model differs from it."""
+    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if not architecture:
+        raise UserError(
+            f"this {type(model).__name__} does not say which timm architecture it is: create it with timm.create_model"
+        )
+    plain = build({"architecture": architecture, "args": {}}, device="meta")
+    args = {}
+    for name, read in _PROPERTIES.items():
+        value = read(model)
+        if value != read(plain):
+            args[name] = value
+    return {"architecture": architecture, "args": args}
+
+
+def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+    """The model a description means, freshly initialised."""
+    forbidden = _FORBIDDEN & set(description["args"])
+    if forbidden:
+        raise UserError(f"a saved model may not set {', '.join(sorted(forbidden))}: remove it from config.json")
+    args: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in description["args"].items()
+    }
+    with torch.device(device):
+        return timm.create_model(description["architecture"], **args)

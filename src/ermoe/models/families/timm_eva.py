@@ -1,0 +1,124 @@
+"""timm's Eva: EVA, EVA-02, DINOv3 and other ViTs with rotary positions and gated feed-forward networks.
+
+Letters: B sequences, N tokens, D model width, h heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import AttentionRope, apply_rot_embed_cat
+from timm.models.eva import EvaAttention, EvaBlock
+from torch import Tensor, nn
+
+from ermoe.models.families import named_blocks, timm_architecture, timm_ffn
+from ermoe.models.families.timm_vit import causal_mask, project
+from ermoe.models.ffn import FFN
+from ermoe.models.sparse_block import SparseBlock
+
+
+class SparseEvaBlock(SparseBlock, EvaBlock):
+    """timm's pre-norm EVA block with experts."""
+
+    dense_class = EvaBlock
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        attended, alpha_BNN = self._attention(self.norm1(x), rope, attn_mask, is_causal)
+        x = x + self.drop_path1(_scaled(attended, self.gamma_1))
+        return x + self.drop_path2(_scaled(self.mix(self.norm2(x), alpha_BNN, attended), self.gamma_2))
+
+    def _attention(
+        self, x_BND: Tensor, rope: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        attn: Any = self.attn
+        if not self.needs_weights:
+            return attn(x_BND, rope=rope, attn_mask=attn_mask, is_causal=is_causal), None
+        q, k, v = _heads(attn, x_BND)
+        out, alpha_BNN = self.attend(
+            _rotated(attn, attn.q_norm(q), rope).type_as(v),
+            _every_head(attn, _rotated(attn, attn.k_norm(k), rope).type_as(v)),
+            _every_head(attn, v),
+            bias=causal_mask(x_BND) if is_causal else attn_mask,
+            scale=attn.scale,
+            dropout=attn.attn_drop.p if self.training else 0.0,
+        )
+        return project(attn, out, x_BND), alpha_BNN
+
+
+def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
+    return x if gamma is None else gamma * x
+
+
+def _heads(attn: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (B, h, N, d) each, before rotation; keys and values may have fewer heads."""
+    if attn.qkv is None:
+        q, k, v = (
+            projection(x_BND).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+            for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        return q, k, v
+    bias = attn.qkv.bias
+    if getattr(attn, "q_bias", None) is not None:  # EvaAttention, whose keys have no bias
+        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+    qkv = F.linear(x_BND, attn.qkv.weight, bias)
+    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def _rotated(attn: Any, x_BhNd: Tensor, rope: Tensor | None) -> Tensor:
+    """Patches turned by their position; class and register tokens have none."""
+    if rope is None:
+        return x_BhNd
+    prefix, patches = x_BhNd.tensor_split((attn.num_prefix_tokens,), dim=2)
+    return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=attn.rotate_half)], dim=2)
+
+
+def _every_head(attn: Any, x_BhNd: Tensor) -> Tensor:
+    """Keys or values repeated for the queries that share them (grouped-query attention)."""
+    groups = attn.num_heads // x_BhNd.shape[1]
+    return x_BhNd.repeat_interleave(groups, dim=1) if groups > 1 else x_BhNd
+
+
+SPARSE_BLOCK = SparseEvaBlock
+
+
+def blocks(model: Any) -> list[tuple[str, nn.Module]]:
+    """The transformer blocks with their names."""
+    return list(named_blocks(model, "blocks"))
+
+
+def refusal(block: Any) -> str | None:
+    """Why this block cannot be made sparse; None if it can."""
+    if type(block) is not EvaBlock:
+        return f"it is a {type(block).__name__}, and only timm's pre-norm EvaBlock has one place for experts"
+    return timm_ffn.refusal(block.mlp)
+
+
+def no_context(block: Any) -> str | None:
+    """Why its attention cannot say where tokens looked; None if it can."""
+    if type(block.attn) not in (EvaAttention, AttentionRope):
+        return timm_ffn.no_weights(block.attn)
+    return None
+
+
+def ffn(block: Any) -> FFN:
+    """The block's dense feed-forward network."""
+    return timm_ffn.read(block.mlp, block.norm2)
+
+
+def num_tokens(model: Any) -> int:
+    """Length of the sequence at the model's own image size."""
+    return model.patch_embed.num_patches + model.num_prefix_tokens
+
+
+def image_size(model: Any) -> tuple[int, ...]:
+    """The model's own size of images."""
+    return tuple(model.patch_embed.img_size)
+
+
+describe = timm_architecture.describe
+build = timm_architecture.build

@@ -1,0 +1,84 @@
+"""How a model is sparse: which blocks, what layers. Enough to build the layers again, and plain enough for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ermoe.errors import UserError
+from ermoe.models.ffn import FFN
+from ermoe.models.sparse_block import CONTEXT_SOURCES
+from ermoe.nn.registry import build_layer, options_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """The options of `ermoe.upcycle`, with ``blocks`` as indices. A sparse model carries it as ``model.sparsity``."""
+
+    blocks: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 2
+    rank: int | None = None
+    route_rank: int | None = None
+    experts: str | None = None
+    router: str = "eigen"
+    context_of: str = "features"
+    context_grad: bool = True
+    merged: bool = False
+    layer_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.context_of not in CONTEXT_SOURCES:
+            raise UserError(f"context_of={self.context_of!r}: use 'features' or 'attention'")
+        if self.experts is None:  # what the routers' own papers have
+            object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
+
+    def layer_like(self, ffn: FFN) -> nn.Module:
+        """An expert layer of the shape and precision of ``ffn``, on the meta device."""
+        known = options_of(self.router)
+        options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}
+        options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
+        options |= {"rank": min(ffn.dim, ffn.hidden_dim) if self.rank is None else self.rank}
+        options |= {"route_rank": self.route_rank} if self.route_rank is not None else {}
+        mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
+        placement = {"device": "meta", "dtype": ffn.up.W.dtype}
+        return build_layer(self.router, ffn.dim, ffn.hidden_dim, **options, **mlp, **placement)
+
+    def as_options(self) -> dict[str, Any]:
+        """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
+        options = asdict(self)
+        del options["merged"]
+        return {**options.pop("layer_options"), **options, "blocks": list(self.blocks)}
+
+
+def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
+    """The indices that ``blocks`` means in a model of ``depth`` blocks.
+
+    >>> choose_blocks("every-2", 12), choose_blocks("last-2", 12), choose_blocks([-1, 3], 12)
+    ((1, 3, 5, 7, 9, 11), (10, 11), (3, 11))
+    """
+    if blocks == "all":
+        return tuple(range(depth))
+    if isinstance(blocks, str):
+        kind, _, digits = blocks.partition("-")
+        number = int(digits) if digits.isdigit() else 0
+        if kind == "every" and 1 <= number <= depth:
+            return tuple(range(number - 1, depth, number))
+        if kind == "last" and 1 <= number <= depth:
+            return tuple(range(depth - number, depth))
+    elif blocks and all(-depth <= index < depth for index in blocks):
+        return tuple(sorted({index % depth for index in blocks}))
+    raise UserError(
+        f"blocks={blocks!r}: use 'every-n', 'last-n', 'all' or a list of indices; this model has {depth} blocks"
+    )
+
+
+def sparsity_of(model: nn.Module) -> Sparsity:
+    """How a model was made sparse."""
+    sparsity = getattr(model, "sparsity", None)
+    if not isinstance(sparsity, Sparsity):
+        raise UserError(f"this {type(model).__name__} is not sparse: make it so with ermoe.upcycle(model)")
+    return sparsity

@@ -1,0 +1,136 @@
+"""Sparse vision transformers that timm can create by name: ``timm.create_model("ermoe_vit_base_patch16_224")``.
+
+Importing this module registers them. They have timm's full protocol, because they are timm's VisionTransformer with
+expert layers in some of its blocks. Besides timm's arguments they take those of `ermoe.upcycle`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
+
+from ermoe.models.upcycle import upcycle
+from ermoe.models.weights.rebuild import rebuild
+
+__all__ = ["SparseVisionTransformer"]
+
+_OF_TIMM = set(inspect.signature(VisionTransformer.__init__).parameters)
+
+
+class SparseVisionTransformer(VisionTransformer):
+    """timm's VisionTransformer with experts in some blocks, everything freshly initialised.
+
+    >>> model = SparseVisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2, num_experts=4)
+    >>> model.sparsity.blocks, model.blocks[1].mlp.experts.num_experts
+    ((1,), 4)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if name in _OF_TIMM})
+        sparse = {name: value for name, value in options.items() if name not in _OF_TIMM}
+        upcycle(self, init="random", inplace=True, **sparse)
+
+
+def _cfg(**options: Any) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_INCEPTION_MEAN,
+        "std": IMAGENET_INCEPTION_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        **options,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "ermoe_vit_tiny_patch16_224": _cfg(),
+        "ermoe_vit_small_patch16_224": _cfg(),
+        "ermoe_vit_base_patch16_224": _cfg(),
+        "ermoe_upcycled": _cfg(),
+        "test_ermoe_vit": _cfg(input_size=(3, 160, 160), crop_pct=0.95),
+        "test_ermoe_vit2": _cfg(input_size=(3, 160, 160), crop_pct=0.95),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, size: dict[str, Any], options: dict[str, Any]) -> nn.Module:
+    return build_model_with_cfg(
+        SparseVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"},
+        **{**size, **options},
+    )
+
+
+@register_model
+def ermoe_vit_tiny_patch16_224(pretrained: bool = False, **options: Any) -> nn.Module:
+    """ViT-Ti/16 with 8 experts in every second block, 2 a token."""
+    size = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("ermoe_vit_tiny_patch16_224", pretrained, size, options)
+
+
+@register_model
+def ermoe_vit_small_patch16_224(pretrained: bool = False, **options: Any) -> nn.Module:
+    """ViT-S/16 with 8 experts in every second block, 2 a token."""
+    size = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("ermoe_vit_small_patch16_224", pretrained, size, options)
+
+
+@register_model
+def ermoe_vit_base_patch16_224(pretrained: bool = False, **options: Any) -> nn.Module:
+    """ViT-B/16 with 8 experts in every second block, 2 a token; ``rank=504, route_rank=56`` is the paper's size."""
+    size = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("ermoe_vit_base_patch16_224", pretrained, size, options)
+
+
+@register_model
+def test_ermoe_vit(pretrained: bool = False, **options: Any) -> nn.Module:  # noqa: PT028 (timm calls its small models so)
+    """A very small model for tests: 6 blocks of width 64, 4 experts."""
+    size = {"patch_size": 16, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3, "dynamic_img_size": True}
+    return _create("test_ermoe_vit", pretrained, {**size, "num_experts": 4}, options)
+
+
+@register_model
+def test_ermoe_vit2(pretrained: bool = False, **options: Any) -> nn.Module:  # noqa: PT028
+    """A very small model for tests: no class token, a register, LayerScale, mean pooling."""
+    size: dict[str, Any] = {
+        "patch_size": 16,
+        "embed_dim": 64,
+        "depth": 8,
+        "num_heads": 2,
+        "mlp_ratio": 3,
+        "dynamic_img_size": True,
+    }
+    size |= {"class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5, "num_experts": 4}
+    return _create("test_ermoe_vit2", pretrained, size, options)
+
+
+@register_model
+def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any], **options: Any) -> nn.Module:
+    """Any timm model that was made sparse, as `ermoe.save` describes it: the target of timm's ``local-dir:``."""
+
+    def build(**args: Any) -> nn.Module:
+        dense = {**description["dense"], "args": {**description["dense"]["args"], **args}}
+        return rebuild({**description, "dense": dense}, init="empty" if pretrained else "random")
+
+    return build_model_with_cfg(
+        build,
+        "ermoe_upcycled",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"},
+        **options,
+    )

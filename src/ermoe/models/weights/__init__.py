@@ -1,0 +1,1 @@
+"""The files that weights come in: reading them, naming them, fitting them."""

@@ -1,0 +1,1 @@
+"""The paper's rivals and what users would pick today, each one file, all on the same dispatch and experts."""

@@ -1,0 +1,111 @@
+"""The cosine router of Tutel and Swin-MoE: a small projection, compared with one direction per expert.
+
+Letters: G groups of S tokens, T = G·S tokens, D width, P projected width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ermoe.nn.rivals.losses import LossyRouter, gshard_loss
+from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routing import Routing
+from ermoe.nn.scores import full_precision, widen
+
+_LARGEST_SCALE = 100.0
+
+
+class CosineRouter(LossyRouter):
+    """Gates are softmax(s · cos(x A + a, m_e)) with a learned scale s ≤ 100; the K largest share a weight of 1.
+
+    Args:
+        proj_dim: width P in which tokens and expert directions are compared.
+        temperature: 1 / s at the start.
+        gshard_weight: of the GShard loss over all tokens of a forward pass; 0 leaves it out.
+
+    >>> CosineRouter(16, num_experts=4)(torch.randn(2, 9, 16)).weight_TK.sum(-1).allclose(torch.ones(18))
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_experts: int = 8,
+        top_k: int = 2,
+        proj_dim: int = 256,
+        temperature: float = 0.5,
+        gshard_weight: float = 0.01,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        if not temperature >= 1 / _LARGEST_SCALE:
+            raise ValueError(f"temperature={temperature}: need at least {1 / _LARGEST_SCALE}")
+        self.projection = nn.Linear(dim, proj_dim, device=device, dtype=dtype)
+        self.direction_PE = nn.Parameter(torch.empty(proj_dim, num_experts, device=device, dtype=dtype))
+        self.log_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.temperature = temperature
+        self.gshard_weight = gshard_weight
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """A linear layer's usual start, small random directions, and the starting temperature."""
+        if self.log_scale.is_meta:
+            return
+        bound = self.projection.in_features**-0.5
+        with torch.no_grad():
+            self.projection.weight.uniform_(-bound, bound, generator=generator)
+            self.projection.bias.uniform_(-bound, bound, generator=generator)
+            self.direction_PE.normal_(std=0.01, generator=generator)
+            self.log_scale.fill_(-math.log(self.temperature))
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, gshard_weight={self.gshard_weight}"
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        context_GSD: Tensor | None = None,
+        mask_GS: Tensor | None = None,
+        basis_EDR: Tensor | None = None,
+    ) -> Routing:
+        gate_TE = self.gates(x_GSD.flatten(0, 1))
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        routing = self.choose(gate_TE, mask_T)
+        if self.training and self.gshard_weight:
+            mask_1T = None if mask_T is None else mask_T.unsqueeze(0)
+            routing.auxiliary_loss = self.gshard_weight * gshard_loss(gate_TE.unsqueeze(0), mask_1T).squeeze(0)
+        return routing
+
+    def gates(self, x_TD: Tensor) -> Tensor:
+        """softmax(s · cos), (T, E), in at least float32."""
+        with full_precision(x_TD):
+            projected_TP = F.linear(widen(x_TD), widen(self.projection.weight), widen(self.projection.bias))
+            cosine_TE = F.normalize(projected_TP, dim=1) @ F.normalize(widen(self.direction_PE), dim=0)
+            scale = widen(self.log_scale).clamp(max=math.log(_LARGEST_SCALE)).exp()
+            return (scale * cosine_TE).softmax(-1)
+
+    def choose(self, gate_TE: Tensor, mask_T: Tensor | None = None) -> Routing:
+        """The decision on given gates."""
+        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
+        weight_TK = gate_TE.gather(1, expert_TK)
+        if self.top_k > 1:  # with one expert the plain gate stays, or the router would get no gradient
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).eps)
+        return Routing.from_choice(
+            expert_TK,
+            weight_TK,
+            num_experts=self.num_experts,
+            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
+            score_TE=gate_TE,
+            mask_T=mask_T,
+        )

@@ -1,0 +1,107 @@
+"""A learned gate balanced without a loss: a bias on the choice, moved by fixed steps (DeepSeek-V3, torchtitan).
+
+Letters: G groups of S tokens, T = G·S tokens, D width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ermoe.nn.balance import Balance, Seen
+from ermoe.nn.rivals.gate import Gate
+from ermoe.nn.routers import Router, stable_top_k
+from ermoe.nn.routing import Routing
+
+_SCORES = {"sigmoid": torch.sigmoid, "softmax": lambda logit: logit.softmax(-1)}
+
+
+class SignBalance(Balance):
+    """Each bias moves by the same small step, up for experts below the mean load and down for those above it."""
+
+    def __init__(self, num_experts: int, *, rate: float = 1e-3, device: torch.device | str | None = None) -> None:
+        super().__init__(num_experts, device=device)
+        self.rate = rate
+
+    def move(self, seen: Seen) -> None:
+        """b += δ − mean(δ), with δ_e = rate · sign(mean load − load_e)."""
+        step_E = self.rate * torch.sign(seen.count_E.mean() - seen.count_E)
+        self.offset_E += step_E - step_E.mean()
+
+
+class LossFreeRouter(Router):
+    """Chooses the K largest of score + bias and weighs by the scores alone.
+
+    Call `ermoe.update_balance` after each optimiser step; forward passes only count.
+
+    Args:
+        score: "sigmoid" or "softmax" of the logits.
+        normalise: weights divided by their sum over the K chosen. With K = 1 that leaves the gate without gradient.
+        route_scale: factor on all weights.
+        rate: step of the biases.
+
+    >>> LossFreeRouter(16, num_experts=4)(torch.randn(2, 9, 16)).expert_TK.shape
+    torch.Size([18, 2])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_experts: int = 8,
+        top_k: int = 2,
+        score: str = "sigmoid",
+        normalise: bool = False,
+        route_scale: float = 1.0,
+        rate: float = 1e-3,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        if score not in _SCORES:
+            raise ValueError(f"score={score!r}: use one of {', '.join(_SCORES)}")
+        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
+        self.balance = SignBalance(num_experts, rate=rate, device=device)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.normalise = normalise
+        self.route_scale = route_scale
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.gate.reset_parameters(generator)
+        self.balance.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, score={self.score!r}, normalise={self.normalise}"
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        context_GSD: Tensor | None = None,
+        mask_GS: Tensor | None = None,
+        basis_EDR: Tensor | None = None,
+    ) -> Routing:
+        score_TE = _SCORES[self.score](self.gate(x_GSD.flatten(0, 1)))
+        return self.choose(score_TE, None if mask_GS is None else mask_GS.reshape(-1))
+
+    def choose(self, score_TE: Tensor, mask_T: Tensor | None = None) -> Routing:
+        """The decision on given scores."""
+        expert_TK = stable_top_k(score_TE.detach() + self.balance.offset_E, self.top_k)
+        weight_TK = score_TE.gather(1, expert_TK)
+        if self.normalise:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).tiny)
+        return Routing.from_choice(
+            expert_TK,
+            self.route_scale * weight_TK,
+            num_experts=self.num_experts,
+            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
+            score_TE=score_TE,
+            mask_T=mask_T,
+        )
+
+    def observe(self, routing: Routing) -> None:
+        self.balance.observe(routing)

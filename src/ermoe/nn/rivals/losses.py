@@ -1,0 +1,164 @@
+"""Auxiliary losses of learned gates, and how a training step gets hold of them without any global state.
+
+The three losses are V-MoE's, each per group. CV²(v) is the population variance of v over its squared mean; it is
+written without a square root, whose gradient is undefined where loads are equal.
+
+Letters: G groups of S tokens, E experts, A pairs of token and expert.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn.recompute import is_recomputing
+from ermoe.nn.routers import Router, stable_top_k
+from ermoe.nn.routing import Routing
+
+
+def importance_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
+    """CV² over experts of Σ_tokens gate, (G,). V-MoE takes the gates without noise.
+
+    >>> importance_loss(torch.tensor([[[0.75, 0.25], [0.25, 0.75]], [[1.0, 0.0], [1.0, 0.0]]])).tolist()
+    [0.0, 1.0]
+    """
+    return _squared_variation(_real(gate_GSE, mask_GS).sum(1))
+
+
+def load_loss(
+    clean_GSE: Tensor, noisy_GSE: Tensor, noise_std: float, top_k: int, mask_GS: Tensor | None = None
+) -> Tensor:
+    """CV² over experts of the expected load, (G,): the chance of each expert to be chosen if noise were drawn anew.
+
+    P(chosen) = 1 − Φ((τ − l) / σ) with clean logits l, and τ the token's K-th largest noisy logit. Gradients flow
+    through both.
+    """
+    kth_GS1 = stable_top_k(noisy_GSE.detach().flatten(0, 1), top_k)[:, -1:].view(*noisy_GSE.shape[:2], 1)
+    threshold_GS1 = noisy_GSE.gather(-1, kth_GS1)
+    chance_GSE = torch.special.ndtr((clean_GSE - threshold_GS1) / noise_std)
+    return _squared_variation(_real(chance_GSE, mask_GS).sum(1))
+
+
+def gshard_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
+    """E Σ_e f_e m_e, (G,): f_e the share of tokens whose best expert is e (a constant), m_e its mean gate."""
+    num_experts = gate_GSE.shape[-1]
+    best_GSE = nn.functional.one_hot(gate_GSE.argmax(-1), num_experts).to(gate_GSE.dtype)
+    count_G1 = _num_real(gate_GSE, mask_GS).clamp_min(1).unsqueeze(1)
+    share_GE, mean_GE = (_real(part, mask_GS).sum(1) / count_G1 for part in (best_GSE, gate_GSE))
+    return num_experts * (share_GE * mean_GE).sum(-1)
+
+
+def mean_over_groups(loss_G: Tensor, mask_GS: Tensor | None = None) -> Tensor:
+    """The mean over groups that hold a real token; 0 if none does."""
+    if mask_GS is None:
+        return loss_G.sum() / max(len(loss_G), 1)
+    return loss_G.sum() / mask_GS.any(1).sum().clamp_min(1)
+
+
+def _squared_variation(total_GE: Tensor) -> Tensor:
+    mean_G1 = total_GE.mean(-1, keepdim=True)
+    scale_G1 = torch.where(mean_G1 > 0, mean_G1, 1)  # a group without tokens has no variation
+    return ((total_GE - mean_G1) / scale_G1).square().mean(-1)
+
+
+def _real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
+    return value_GSE if mask_GS is None else value_GSE * mask_GS.unsqueeze(-1)
+
+
+def _num_real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
+    if mask_GS is None:
+        return value_GSE.new_full(value_GSE.shape[:1], value_GSE.shape[1])
+    return mask_GS.sum(1).to(value_GSE.dtype)
+
+
+class _Kept:
+    """The loss of one forward pass."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+        self.is_spent = False
+
+
+class _Tether(torch.autograd.Function):
+    """The identity on the mixing weights; their graph owns the loss, and marks it spent when gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_A: Tensor, kept: _Kept) -> Tensor:
+        ctx.kept = kept
+        return weight_A.view_as(weight_A)
+
+    @staticmethod
+    def backward(ctx: Any, grad_A: Tensor) -> tuple[Tensor, None]:
+        ctx.kept.is_spent = True
+        return grad_A, None
+
+
+class PendingLoss:
+    """The losses of a router's forward passes that nobody has pulled yet.
+
+    Only the last one is held here. Earlier ones belong to the graphs of their own forward passes: while such a graph
+    lives and has not been used, its loss still counts (several views in one step, a layer used twice), and when the
+    graph goes, so does the loss. So memory does not grow, whether or not anybody pulls.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Kept | None = None
+        self._earlier: list[weakref.ref[_Kept]] = []
+
+    def keep(self, routing: Routing) -> None:
+        """Takes the loss of a forward pass, unless that is a repetition of one already taken."""
+        if routing.auxiliary_loss is None or is_recomputing():
+            return
+        kept = _Kept(routing.auxiliary_loss)
+        if not torch.compiler.is_compiling():
+            self._earlier = [ref for ref in self._earlier if ref() is not None]
+            if self._last is not None:
+                self._earlier.append(weakref.ref(self._last))
+            routing.weight_A = _Tether.apply(routing.weight_A, kept)
+        self._last = kept
+
+    def pull(self) -> Tensor | None:
+        """The mean over the forward passes since the last pull, or None if there was none; forgets them."""
+        if self._last is None:
+            return None
+        earlier = [kept for ref in self._earlier if (kept := ref()) is not None and not kept.is_spent]
+        losses = [kept.loss for kept in (*earlier, self._last)]
+        self._last, self._earlier = None, []
+        return torch.stack(losses).mean()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingLoss:
+        return PendingLoss()
+
+    def __reduce__(self) -> tuple[type[PendingLoss], tuple[()]]:
+        return PendingLoss, ()
+
+
+class LossyRouter(Router):
+    """A router whose training forwards leave an auxiliary loss for `auxiliary_loss` to pull."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending = PendingLoss()
+
+    def observe(self, routing: Routing) -> None:
+        self.pending.keep(routing)
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Σ over layers of the weighted auxiliary losses of the last forward pass, a differentiable scalar; 0 without any.
+
+    Call it after the forward pass and add it to the task loss, once for every backward pass. It forgets what it
+    returns. Forward passes in evaluation mode leave none.
+
+    >>> from ermoe.nn.registry import build_layer
+    >>> layer = build_layer("v-moe", 16, num_experts=4)
+    >>> _ = layer(torch.randn(2, 9, 16))
+    >>> bool(auxiliary_loss(layer) > 0), float(auxiliary_loss(layer))
+    (True, 0.0)
+    """
+    pulled = [module.pending.pull() for module in model.modules() if isinstance(module, LossyRouter)]
+    losses = [loss for loss in pulled if loss is not None]
+    return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -1,0 +1,156 @@
+"""Soft MoE: experts see mixtures of tokens, tokens get mixtures of expert outputs (Puigcerver et al. 2024).
+
+Letters: G groups (images) of S tokens, D width, E experts, P slots per expert, Q = E·P slots, T = G·S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn.capacity import places
+from ermoe.nn.experts import Experts
+from ermoe.nn.moe import check_inputs, groups
+from ermoe.nn.recompute import is_recomputing
+from ermoe.nn.rivals.gate import Noise
+from ermoe.nn.routing import Routing
+from ermoe.nn.scores import full_precision, widen
+
+_NORM_EPS = 1e-6  # inside the root, as in the reference
+
+
+class SoftMoE(nn.Module):
+    """Every expert has P slots; a slot's input is a convex mixture of the tokens of an image, and its output returns
+    to every token in proportion.
+
+    Logits are scale · ⟨x / ‖x‖, φ / ‖φ‖⟩ with learned slot vectors φ and a learned scale. Dispatch is their softmax
+    over tokens, combine their softmax over all slots; the tokens that are mixed are the raw ones. Nothing is chosen,
+    so nothing is dropped and every slot gets a gradient. A token's output depends on the rest of its image, on other
+    images it doesn't.
+
+    `route` tells, for analyses, which expert has the largest share Σ_p C in each token.
+
+    Args:
+        slots_per_expert: P; by default ``num_tokens`` · ``capacity_factor`` / E rounded (half to even, at least 1).
+            Without ``num_tokens`` it is 1, the reference's choice for many experts.
+        noise_std: of Gaussian noise on the logits in training.
+        noise_generator: source of the noise; torch's own generator by default.
+
+    >>> from ermoe.nn import dense_experts
+    >>> layer = SoftMoE(16, dense_experts(16, 32, num_experts=4), num_tokens=12)
+    >>> layer(torch.randn(2, 12, 16)).shape, layer.slots_per_expert
+    (torch.Size([2, 12, 16]), 3)
+    """
+
+    every_expert = False
+
+    def __init__(
+        self,
+        dim: int,
+        experts: Experts,
+        *,
+        slots_per_expert: int | None = None,
+        num_tokens: int | None = None,
+        capacity_factor: float = 1.0,
+        noise_std: float = 0.0,
+        noise_generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if slots_per_expert is None:
+            slots_per_expert = places(num_tokens or 0, 1, experts.num_experts, capacity_factor, rounding="round")
+        if slots_per_expert < 1:
+            raise ValueError(f"slots_per_expert={slots_per_expert}: every expert needs at least one slot")
+        self.experts = experts
+        self.slots_per_expert = slots_per_expert
+        self.phi = nn.Parameter(torch.empty(dim, experts.num_experts, slots_per_expert, device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.noise_std = noise_std
+        self.noise = Noise(noise_generator)
+        self.observers: list[Callable[[Routing], None]] = []
+        self._reset_slots(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialises everything, for a layer that was built on the meta device."""
+        self.experts.reset_parameters(generator)
+        self._reset_slots(generator)
+
+    def _reset_slots(self, generator: torch.Generator | None) -> None:
+        if not self.phi.is_meta:
+            with torch.no_grad():
+                self.phi.normal_(std=self.phi.shape[0] ** -0.5, generator=generator)
+                self.scale.fill_(1)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Mixes expert outputs, in the shape of ``x``, (..., N, D).
+
+        ``context`` is ignored. ``mask``, (..., N), is True for real tokens; padded ones enter no slot and get zeros.
+        """
+        x_GSD, mask_GS = self._checked(x, mask)
+        dispatch_GSQ, combine_GSQ = self.weights(x_GSD, mask_GS)
+        if self.observers and not is_recomputing():
+            routing = self._summary(combine_GSQ.detach(), mask_GS)
+            for observer in self.observers:
+                observer(routing)
+        slot_GQD = dispatch_GSQ.mT.to(x.dtype) @ x_GSD
+        output_GQD = self._run_experts(slot_GQD)
+        return (combine_GSQ.to(output_GQD.dtype) @ output_GQD).view(x.shape).to(x.dtype)
+
+    def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
+        """The expert with the largest share in each token's output, as a top-1 routing; experts do not run."""
+        x_GSD, mask_GS = self._checked(x, mask)
+        return self._summary(self.weights(x_GSD, mask_GS)[1], mask_GS)
+
+    def weights(self, x_GSD: Tensor, mask_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Dispatch and combine weights, (G, S, Q) each, in at least float32; zero for padded tokens."""
+        with full_precision(x_GSD):
+            x_GSD = widen(x_GSD)
+            phi_DQ = _unit(widen(self.phi).flatten(1), dim=0)
+            logit_GSQ = _unit(x_GSD, dim=-1) @ (phi_DQ * widen(self.scale))
+            if self.training and self.noise_std > 0:
+                logit_GSQ = logit_GSQ + self.noise_std * self.noise.like(logit_GSQ)
+            combine_GSQ = logit_GSQ.softmax(-1)
+            if mask_GS is None:
+                return logit_GSQ.softmax(1), combine_GSQ
+            real_GS1 = mask_GS.unsqueeze(-1)
+            lowest = torch.finfo(logit_GSQ.dtype).min  # not −∞: an image of nothing but padding would give NaN
+            return logit_GSQ.masked_fill(~real_GS1, lowest).softmax(1) * real_GS1, combine_GSQ * real_GS1
+
+    def _checked(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        check_inputs(x, None, mask, dim=self.experts.dim, needs_context=False)
+        return groups(x), None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
+
+    def _run_experts(self, slot_GQD: Tensor) -> Tensor:
+        num_groups, _, dim = slot_GQD.shape
+        num_experts = self.experts.num_experts
+        slot_EGPD = slot_GQD.view(num_groups, num_experts, self.slots_per_expert, dim).transpose(0, 1)
+        slot_EAD = slot_EGPD.reshape(num_experts, num_groups * self.slots_per_expert, dim)
+        if self.every_expert or torch.compiler.is_compiling():  # equal loads need no sorting and no grouped product
+            output_EAD = self.experts.batched(slot_EAD)
+        else:
+            count_E = torch.full((num_experts,), slot_EAD.shape[1], device=slot_EAD.device)
+            output_EAD = self.experts(slot_EAD.flatten(0, 1), count_E)
+        output_EGPD = output_EAD.reshape(slot_EGPD.shape)
+        return output_EGPD.transpose(0, 1).flatten(1, 2)
+
+    def _summary(self, combine_GSQ: Tensor, mask_GS: Tensor | None) -> Routing:
+        num_experts = self.experts.num_experts
+        share_TE = combine_GSQ.reshape(-1, num_experts, self.slots_per_expert).sum(-1)
+        weight_T1, expert_T1 = share_TE.max(-1, keepdim=True)
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        return Routing.from_choice(
+            expert_T1,
+            weight_T1,
+            num_experts=num_experts,
+            kept_TK=None if mask_T is None else mask_T.unsqueeze(1),
+            score_TE=share_TE,
+            mask_T=mask_T,
+        )
+
+
+def _unit(vectors: Tensor, dim: int) -> Tensor:
+    return vectors * (vectors.square().sum(dim, keepdim=True) + _NORM_EPS).rsqrt()

@@ -1,0 +1,174 @@
+"""V-MoE: noisy top-k of a softmax gate, with importance and load losses and limited places (Riquelme et al. 2021).
+
+Letters: G groups of S tokens, T = G·S tokens, D width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ermoe.nn.capacity import ROUNDINGS, places, places_per_group, within_capacity
+from ermoe.nn.rivals.gate import Gate, Noise
+from ermoe.nn.rivals.losses import LossyRouter, gshard_loss, importance_loss, load_loss, mean_over_groups
+from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routing import Routing
+
+_PRIORITIES = ("never", "eval", "always")
+
+
+class VMoERouter(LossyRouter):
+    """Each token takes the K largest of softmax(x W + ε), weighted by those gates as they are, not renormalised.
+
+    Noise, losses and the order of assignment are the reference's: ε is Gaussian with σ = ``noise_std`` / E, in training
+    only; experts have C places per group, first choices queue before second choices, and who finds no place is
+    dropped. With a capacity, what a token gets depends on the rest of its group, also at inference:
+    ``eval_capacity_factor=None`` removes the limit there, and with it the dependence.
+
+    Args:
+        group_size: images that share one capacity and one set of losses. Where it does not divide the batch, the
+            largest divisor of the batch below it is used.
+        capacity_factor: C = ⌈S K f / E⌉, raised to a multiple of ``capacity_multiple``; None for no limit. Padded
+            tokens do not count.
+        eval_capacity_factor: the same at inference; "same" takes ``capacity_factor``.
+        capacity_rounding: "ceil", or "round" for the nearest integer.
+        batch_priority: when tokens with larger gates queue first: "never", at "eval", or "always".
+        importance_weight, load_weight, gshard_weight: of the three losses; 0 leaves one out. Without noise there is
+            no load loss.
+        noise_generator: source of the noise; torch's own generator by default.
+
+    >>> router = VMoERouter(16, num_experts=4, capacity_factor=None)
+    >>> router(torch.randn(2, 9, 16)).expert_TK.shape
+    torch.Size([18, 2])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_experts: int = 8,
+        top_k: int = 2,
+        noise_std: float = 1.0,
+        group_size: int = 8,
+        capacity_factor: float | None = 1.05,
+        eval_capacity_factor: float | str | None = "same",
+        capacity_multiple: int = 4,
+        capacity_rounding: str = "ceil",
+        batch_priority: str = "eval",
+        importance_weight: float = 0.005,
+        load_weight: float = 0.005,
+        gshard_weight: float = 0.0,
+        noise_generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        if group_size < 1 or capacity_multiple < 1:
+            raise ValueError(f"group_size={group_size}, capacity_multiple={capacity_multiple}: both must be at least 1")
+        if capacity_rounding not in ROUNDINGS or batch_priority not in _PRIORITIES:
+            raise ValueError(
+                f"capacity_rounding={capacity_rounding!r}, batch_priority={batch_priority!r}: use one of "
+                f"{', '.join(ROUNDINGS)}, and one of {', '.join(_PRIORITIES)}"
+            )
+        eval_factor = capacity_factor if eval_capacity_factor == "same" else eval_capacity_factor
+        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_factor)):
+            if factor is not None and (isinstance(factor, str) or not factor > 0):
+                raise ValueError(f"{name}={factor!r}: use a positive number, or None for no limit")
+        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
+        self.noise = Noise(noise_generator)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.noise_std = noise_std
+        self.group_size = group_size
+        self.capacity_factors = (capacity_factor, None if eval_factor is None else float(eval_factor))
+        self.capacity_multiple = capacity_multiple
+        self.capacity_rounding = capacity_rounding
+        self.batch_priority = batch_priority
+        self.loss_weights = (importance_weight, load_weight, gshard_weight)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.gate.reset_parameters(generator)
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, capacity_factors={self.capacity_factors}, group_size={self.group_size}"
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """The one in force: of training, or of evaluation."""
+        return self.capacity_factors[0 if self.training else 1]
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        context_GSD: Tensor | None = None,
+        mask_GS: Tensor | None = None,
+        basis_EDR: Tensor | None = None,
+    ) -> Routing:
+        num_images, tokens_per_image = x_GSD.shape[:2]
+        images = _images_per_group(num_images, self.group_size)
+        shape_GS = (num_images // images, images * tokens_per_image)
+        clean_GSE = self.gate(x_GSD).view(*shape_GS, self.num_experts)
+        mask_GS = None if mask_GS is None else mask_GS.reshape(shape_GS)
+        is_noisy = self.training and self.noise_std > 0
+        sigma = self.noise_std / self.num_experts
+        noisy_GSE = clean_GSE + sigma * self.noise.like(clean_GSE) if is_noisy else clean_GSE
+        routing = self.choose(noisy_GSE.softmax(-1), mask_GS)
+        if self.training:
+            routing.auxiliary_loss = self.loss(clean_GSE, noisy_GSE, mask_GS)
+        return routing
+
+    def choose(self, gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Routing:
+        """The decision on given gates."""
+        num_groups, num_tokens, _ = gate_GSE.shape
+        gate_TE = gate_GSE.flatten(0, 1)
+        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
+        shape_GSK = (num_groups, num_tokens, self.top_k)
+        wanted_GSK = None if mask_GS is None else mask_GS.unsqueeze(-1).expand(shape_GSK)
+        weight_TK = gate_TE.gather(1, expert_TK)
+        kept_GSK, num_dropped = wanted_GSK, None
+        if self.capacity_factor is not None:
+            kept_GSK = within_capacity(
+                expert_TK.view(shape_GSK),
+                self.num_experts,
+                self._places(num_tokens, mask_GS, self.capacity_factor),
+                kept_GSK=wanted_GSK,
+                priority_GS=weight_TK.detach()[:, 0].view(num_groups, num_tokens) if self._has_priority() else None,
+            )
+            num_dropped = (~kept_GSK if wanted_GSK is None else wanted_GSK & ~kept_GSK).sum()
+        return Routing.from_choice(
+            expert_TK,
+            weight_TK,
+            num_experts=self.num_experts,
+            kept_TK=None if kept_GSK is None else kept_GSK.reshape(expert_TK.shape),
+            score_TE=gate_TE,
+            mask_T=None if mask_GS is None else mask_GS.reshape(-1),
+            num_dropped=num_dropped,
+        )
+
+    def _places(self, num_tokens: int, mask_GS: Tensor | None, capacity_factor: float) -> int | Tensor:
+        shape = (self.top_k, self.num_experts, capacity_factor, self.capacity_multiple, self.capacity_rounding)
+        return places(num_tokens, *shape) if mask_GS is None else places_per_group(mask_GS, *shape)
+
+    def _has_priority(self) -> bool:
+        return self.batch_priority == "always" or (self.batch_priority == "eval" and not self.training)
+
+    def loss(self, clean_GSE: Tensor, noisy_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
+        """The weighted sum of the losses, meaned over groups; a loss of weight 0 is not computed."""
+        importance_weight, load_weight, gshard_weight = self.loss_weights
+        loss_G = clean_GSE.new_zeros(clean_GSE.shape[0])
+        if importance_weight:
+            loss_G = loss_G + importance_weight * importance_loss(clean_GSE.softmax(-1), mask_GS)
+        if load_weight and self.noise_std > 0:
+            sigma = self.noise_std / self.num_experts
+            loss_G = loss_G + load_weight * load_loss(clean_GSE, noisy_GSE, sigma, self.top_k, mask_GS)
+        if gshard_weight:
+            loss_G = loss_G + gshard_weight * gshard_loss(noisy_GSE.softmax(-1), mask_GS)
+        return mean_over_groups(loss_G, mask_GS)
+
+
+def _images_per_group(num_images: int, group_size: int) -> int:
+    """The largest divisor of the batch that is no larger than ``group_size``."""
+    return next((size for size in range(min(group_size, num_images), 0, -1) if num_images % size == 0), 1)

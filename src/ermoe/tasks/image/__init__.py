@@ -1,0 +1,1 @@
+"""Image classification: training, evaluation, few-shot probes and predictions."""

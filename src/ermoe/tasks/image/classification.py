@@ -1,0 +1,166 @@
+"""The classification task: cross-entropy, accuracies, and what the routers do meanwhile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+
+from ermoe.analysis import measures
+from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.data.augment import NO_AUGMENTATION, Augmentation, Batch, Transform
+from ermoe.data.images import Images
+from ermoe.data.loader import Loader
+from ermoe.data.order import Order
+from ermoe.errors import UserError
+from ermoe.train.distributed import Processes, sum_over_processes
+from ermoe.train.settings import Training
+
+_OVER_LAYERS: dict[
+    str, Callable[[list[float]], float]
+] = {  # measure -> what stands for all layers: the worst one, or the mean
+    "load_cv2": max,
+    "weight_cv2": max,
+    "fallback_rate": statistics.fmean,
+    "near_zero_rate": max,
+    "drop_rate": max,
+}
+
+
+class Classification:
+    """Trains ``model`` to name the class of an image; see `ermoe.train.task.Task`."""
+
+    goal = "top1"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Images,
+        test: Images,
+        settings: Training,
+        *,
+        augmentation: Augmentation = NO_AUGMENTATION,
+        label_smoothing: float = 0.0,
+        group: Processes | None = None,
+        workers: int = 0,
+    ) -> None:
+        group = Processes() if group is None else group
+        if train.classes != test.classes:
+            raise UserError(f"{test.found}: its classes are not those of the training set; look at the path")
+        self.model = model
+        self.label_smoothing = label_smoothing
+        self.classes = train.classes
+        place: dict[str, Any] = {
+            "rank": group.rank,
+            "num_processes": group.num,
+            "workers": workers,
+            "device": group.device,
+        }
+        self.train_loader = Loader(
+            train,
+            transform_for(model, augmentation, settings.seed),
+            Order(len(train), settings.batch_size, settings.seed),
+            num_parts=settings.accumulate,
+            **place,
+        )
+        self.test_loader = Loader(test, transform_for(model), batch_size=settings.batch_size, **place)
+        self._probe: dict[str, Tensor] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        assert self.train_loader.order is not None
+        return self.train_loader.order.steps_per_epoch
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[list[Batch]]:
+        return self.train_loader.epoch(epoch, first_step=first_step)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy; of a mixed image, that of both labels in proportion."""
+        logit_BC = network(_as_model(self.model, batch.image))
+        if batch.other_label is None or batch.share is None:
+            return F.cross_entropy(logit_BC, batch.label, label_smoothing=self.label_smoothing)
+        smooth: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "none"}
+        own_B, other_B = (F.cross_entropy(logit_BC, label, **smooth) for label in (batch.label, batch.other_label))
+        return torch.lerp(other_B, own_B, batch.share.to(own_B)).mean()
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracies and loss on the test set and, of a sparse model, the routing of its images."""
+        if not moe_layers(self.model):
+            return evaluate(self.model, self.test_loader)
+        with record_routing(self.model, classes=self.classes) as recorder:
+            figures = evaluate(self.model, self.test_loader, recorder)
+        return figures | self._routing(recorder)
+
+    def _routing(self, recorder: RoutingRecorder) -> dict[str, float]:
+        probe = {name: tally.probe().cpu() for name, tally in recorder.tallies.items()}
+        layers = recorder.reduce().summary()
+        figures = over_layers(layers)
+        if self._probe:
+            figures["fluctuation"] = sum(_changed(self._probe[name], probe[name]) for name in probe) / len(probe)
+        self._probe = probe
+        for layer, measured in layers.items():
+            figures |= {f"{layer}/{name}": value for name, value in measured.items() if not math.isnan(value)}
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """The experts of the first test tokens at the last evaluation, for the routing fluctuation of the next."""
+        return {"probe": self._probe}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._probe = state["probe"]
+
+
+def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:
+    """Images as the model wants them: its size, its mean and deviation, and when evaluating its share of the middle."""
+    wants = resolve_model_data_config(model)
+    patches: Any = getattr(model, "patch_embed", None)  # knows its size also where a preset changed it
+    side = wants["input_size"][-1] if patches is None else patches.img_size[0]
+    return Transform(side, augmentation, seed, tuple(wants["mean"]), tuple(wants["std"]), wants["crop_pct"])
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Loader, recorder: RoutingRecorder | None = None) -> dict[str, float]:
+    """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64)
+    for (batch,) in loader.epoch():
+        if recorder is not None and len(batch):
+            recorder.labels(batch.label)
+        logit_BC = model(_as_model(model, batch.image)).float()
+        sums += _sums(logit_BC, batch.label).cpu()
+    loss, top1, top5, count = sum_over_processes(sums.to(loader.device)).tolist()
+    return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}
+
+
+def _sums(logit_BC: Tensor, label_B: Tensor) -> Tensor:
+    best_BK = logit_BC.topk(min(5, logit_BC.shape[1])).indices
+    hit_BK = best_BK == label_B.unsqueeze(1)
+    loss = F.cross_entropy(logit_BC, label_B, reduction="sum")
+    return torch.stack(
+        [loss.double(), hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]
+    ).double()
+
+
+def over_layers(layers: dict[str, dict[str, float]]) -> dict[str, float]:
+    """One figure for all layers of a model; what has no meaning for its routers is left out."""
+    figures = {}
+    for name, summarise in _OVER_LAYERS.items():
+        values = [layer[name] for layer in layers.values() if not math.isnan(layer[name])]
+        if values:
+            figures[name] = float(summarise(values))
+    return figures
+
+
+def _changed(before_PE: Tensor, after_PE: Tensor) -> float:
+    common = min(len(before_PE), len(after_PE))
+    return float(measures.changed(before_PE[:common], after_PE[:common]).float().mean())
+
+
+def _as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:
+    return image_BCSS.to(next(model.parameters()).dtype)

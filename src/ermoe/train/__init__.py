@@ -1,0 +1,1 @@
+"""One plain training loop for every task: alone, over processes, and across interruptions."""

@@ -1,0 +1,68 @@
+"""Everything a run needs to go on, in one file that is replaced in one step.
+
+State is gathered to whole tensors and keyed by parameter names, so that a checkpoint does not remember how many
+processes wrote it. There are no random-number states in it: those are a function of the step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ermoe.errors import UserError
+from ermoe.files import replacing
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FORMAT = 1
+
+
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimiser as whole tensors on the CPU; under FSDP complete on the main process, called on all."""
+    return {
+        "model": get_model_state_dict(model, options=_WHOLE),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_WHOLE),
+    }
+
+
+def scatter(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Gives ``model`` and ``optimizer`` what `gather` took, however they are sharded now."""
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Replaces the checkpoint at ``path``; whatever goes wrong, the one that was there stays."""
+    try:
+        with replacing(path) as draft:
+            torch.save({"format": _FORMAT, **state}, draft)
+    except UserError:
+        raise
+    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
+        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise UserError(
+            f"the checkpoint {path} could not be written ({reason}): free some space and start the run again; it goes "
+            "on from the last checkpoint, which is intact"
+        ) from problem
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The checkpoint at ``path``; nothing but tensors and plain values is ever unpickled."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["format"] != _FORMAT:
+            raise UserError(f"{path} has format {state['format']}, this version reads {_FORMAT}: start a new run")
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as problem:
+        raise UserError(f"{path} is damaged or no checkpoint of a run: remove it to start anew") from problem
+    return dict(state)

@@ -1,0 +1,77 @@
+"""What a run does, apart from its task: the numbers that belong in ``config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ermoe.errors import UserError
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The recipe; defaults are the paper's where it gives one.
+
+    Args:
+        epochs: passes over the training set.
+        batch_size: samples of one optimiser step, over all processes and accumulation steps.
+        base_lr: learning rate for 256 samples; it grows in proportion to the batch.
+        weight_decay: never on bases, s, ψ, norms and biases.
+        warmup_epochs: of linear growth from zero; then half a cosine back to zero.
+        layer_decay: factor on the learning rate from each block to the one before; 1 for none.
+        clip: largest norm of the gradient; 0 for no limit.
+        accumulate: parts into which a process cuts its share of a batch, to save memory.
+        precision: "fp32", "bf16" or "fp16" (autocast), or "fp64".
+        ema: decay of the averaged weights that are evaluated and saved; 0 for none.
+        orthogonality: λ of the orthogonality loss.
+        orthogonality_every: steps between two such losses, n; each then weighs nλ.
+        retract: bring bases back to orthonormal after every epoch.
+        deterministic: only algorithms that repeat their results, also on GPUs.
+        seed: of everything random.
+        log_every: steps between two lines of ``metrics.jsonl``.
+        save_every: steps between two checkpoints within an epoch; 0 saves at the end of epochs only.
+        keep_every: epochs between two models that are kept for good; 0 keeps the best and the last.
+    """
+
+    epochs: int = 300
+    batch_size: int = 100
+    base_lr: float = 1e-4
+    weight_decay: float = 0.05
+    warmup_epochs: float = 5.0
+    layer_decay: float = 1.0
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: str = "fp32"
+    ema: float = 0.9999
+    orthogonality: float = 5e-5
+    orthogonality_every: int = 1
+    retract: bool = True
+    deterministic: bool = False
+    seed: int = 0
+    log_every: int = 50
+    save_every: int = 0
+    keep_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate", "orthogonality_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: need at least 1")
+        for name in ("base_lr", "weight_decay", "warmup_epochs", "clip", "orthogonality", "save_every", "keep_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)}: need 0 or more")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"ema={self.ema}: need 0 (no average) up to, but not including, 1")
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay={self.layer_decay}: need more than 0, at most 1 (no decay)")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision={self.precision!r}: use one of {', '.join(PRECISIONS)}")
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate, after warm-up.
+
+        >>> Training(batch_size=512).lr
+        0.0002
+        """
+        return self.base_lr * self.batch_size / 256

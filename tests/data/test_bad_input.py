@@ -1,0 +1,204 @@
+"""Ten kinds of bad input: each ends in a clear sentence, or is converted as docs/data.md promises."""
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data import make
+from ermoe.data.catalogue import open_images
+from ermoe.data.check import check
+from ermoe.data.decode import decode
+from ermoe.errors import UserError
+
+
+def encoded(image, format="PNG"):
+    buffer = io.BytesIO()
+    image.save(buffer, format)
+    return buffer.getvalue()
+
+
+def only_unreadable(root):
+    """The one thing `check` finds wrong."""
+    findings = check([open_images(root, "train"), open_images(root, "test")])
+    assert not findings.leaked
+    (problem,) = findings.unreadable
+    return problem
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(UserError, match="no class folders"):
+        open_images(tmp_path, "train")
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "train" / "dog").mkdir(parents=True)
+    with pytest.raises(UserError, match="there are no images in it"):
+        open_images(tmp_path, "train")
+
+
+def test_a_path_that_is_not_there_or_an_archive(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        open_images(tmp_path / "nothing", "train")
+    (tmp_path / "cifar.tar.gz").touch()
+    with pytest.raises(UserError, match="unpack it"):
+        open_images(tmp_path / "cifar.tar.gz", "train")
+    with pytest.raises(UserError, match="use 'train' or 'test'"):
+        open_images("digits", "everything")
+
+
+def test_only_one_class(tmp_path):
+    make.class_folders(tmp_path / "train", classes=["cat"])
+    with pytest.raises(UserError, match="only one class, 'cat'"):
+        open_images(tmp_path, "train")
+
+
+def test_a_corrupt_jpeg(tmp_path):
+    make.image_folder(tmp_path)
+    (tmp_path / "train" / "cat" / "bad.jpg").write_bytes(make.picture(7, (64, 64), format="JPEG")[:400])
+    assert "bad.jpg cannot be decoded" in only_unreadable(tmp_path)
+    images = open_images(tmp_path, "train")
+    with pytest.raises(UserError, match=r"bad\.jpg cannot be decoded: .*; replace or remove it"):
+        images.read(3)
+
+
+def test_a_truncated_binary_batch(tmp_path):
+    file = make.cifar10(tmp_path) / "data_batch_2.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"data_batch_2\.bin has .* truncated"):
+        open_images(tmp_path, "train")
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_truncated_idx_file(tmp_path, compressed):
+    make.idx(tmp_path, compressed)
+    file = next(tmp_path.glob("train-images*"))
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(UserError, match="download it again"):
+        open_images(tmp_path, "train")
+
+
+def test_a_truncated_shard(tmp_path):
+    make.shards(tmp_path)
+    file = tmp_path / "train-001.tar"
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(UserError, match=r"train-001\.tar"):
+        open_images(tmp_path, "train")
+
+
+def test_sixteen_bit_grey_is_scaled():
+    values = np.array([[0, 257, 65535]], np.uint16)
+    image = decode(encoded(Image.fromarray(values)), "x")
+    assert image.tolist() == [[[0, 1, 255]]] * 3
+
+
+def test_float_images_are_refused_because_nobody_knows_their_white():
+    data = encoded(Image.fromarray(np.array([[0.0, 3.5]], np.float32)), "TIFF")
+    with pytest.raises(UserError, match="convert it first"):
+        decode(data, "x.tif")
+
+
+def test_cmyk_palette_and_transparent_images_become_rgb():
+    red = Image.new("RGB", (4, 4), (255, 0, 0))
+    cmyk = decode(encoded(red.convert("CMYK"), "TIFF"), "x")
+    palette = decode(encoded(red.convert("P")), "x")
+    assert cmyk[:, 0, 0].tolist() == palette[:, 0, 0].tolist() == [255, 0, 0]
+    clear = decode(encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 0))), "x")
+    assert clear[:, 0, 0].tolist() == [255, 255, 255]
+
+
+def test_the_orientation_a_camera_noted_is_applied():
+    image = Image.new("RGB", (6, 4))
+    note = image.getexif()
+    note[0x0112] = 6  # turned by a quarter
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", exif=note)
+    assert decode(buffer.getvalue(), "x").shape == (3, 6, 4)
+
+
+def test_a_label_out_of_range(tmp_path):
+    file = make.cifar10(tmp_path) / "test_batch.bin"
+    data = bytearray(file.read_bytes())
+    data[2 * 3073] = 10
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="image 2 has label 10, outside of the classes 0 to 9"):
+        open_images(tmp_path, "test")
+
+
+def test_a_shard_whose_label_is_no_class(tmp_path):
+    make.shards(tmp_path, label=lambda i: "owl" if i == 4 else i % 3)
+    with pytest.raises(UserError, match="not the number of a class"):
+        open_images(tmp_path, "train")
+    (tmp_path / "again").mkdir()
+    make.shards(tmp_path / "again", label=lambda i: 7 if i > 20 else i % 3)
+    with pytest.raises(UserError, match="has label 7, outside of the classes 0 to 2"):
+        open_images(tmp_path / "again", "test")
+
+
+def test_a_class_folder_only_in_val(tmp_path):
+    make.image_folder(tmp_path)
+    make.class_folders(tmp_path / "val", classes=["yak"])
+    with pytest.raises(UserError, match=r"a class that .*train does not have, 'yak'"):
+        open_images(tmp_path, "test")
+
+
+def test_a_class_without_test_images_is_shown(tmp_path):
+    make.image_folder(tmp_path)
+    make.class_folders(tmp_path / "train", classes=["yak"])
+    assert "1 of them without images here" in open_images(tmp_path, "test").found
+
+
+def test_an_unreadable_file(tmp_path, monkeypatch):
+    make.image_folder(tmp_path)
+    secret = tmp_path / "train" / "cat" / "1.png"
+    read_bytes = Path.read_bytes
+
+    def refuse(path):  # permissions do not stop the superuser, who may be running this
+        if path == secret:
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "1.png cannot be read: Permission denied" in only_unreadable(tmp_path)
+
+
+def test_a_zero_byte_file(tmp_path):
+    make.image_folder(tmp_path)
+    (tmp_path / "val" / "dog" / "nothing.png").touch()
+    assert "nothing.png is empty (0 bytes)" in only_unreadable(tmp_path)
+
+
+def test_a_loop_of_folders(tmp_path):
+    make.image_folder(tmp_path)
+    os.symlink(tmp_path / "train" / "cat", tmp_path / "train" / "cat" / "more")
+    with pytest.raises(UserError, match=r"more is a symbolic link .* endless loop"):
+        open_images(tmp_path, "train")
+
+
+def test_a_link_to_itself_is_counted(tmp_path):
+    make.image_folder(tmp_path)
+    os.symlink("me.png", tmp_path / "train" / "cat" / "me.png")
+    assert "me.png cannot be read: Too many levels of symbolic links" in only_unreadable(tmp_path)
+
+
+def test_other_files_are_counted(tmp_path):
+    make.image_folder(tmp_path)
+    (tmp_path / "train" / "cat" / "notes.txt").touch()
+    assert "1 other files ignored" in open_images(tmp_path, "train").found
+
+
+def test_loose_images_without_class_folders(tmp_path):
+    (tmp_path / "a.png").write_bytes(make.picture(0))
+    with pytest.raises(UserError, match="holds 1 image files and no class folders"):
+        open_images(tmp_path, "train")
+
+
+def test_classes_that_do_not_agree(tmp_path):
+    from ermoe.tasks.image.classification import Classification
+    from ermoe.train.settings import Training
+
+    make.cifar10(tmp_path)
+    with pytest.raises(UserError, match="classes are not those of the training set"):
+        Classification(torch.nn.Linear(1, 1), open_images("digits"), open_images(tmp_path, "test"), Training())

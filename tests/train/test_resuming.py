@@ -1,0 +1,170 @@
+"""Runs that are killed, refused, or lose their disk."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ermoe.errors import UserError
+from ermoe.train import checkpoint
+from ermoe.train.run_folder import append_line, forget_lines_after, read_lines
+from train.tiny_run import StoppedError, recipe, run
+
+TESTS = Path(__file__).parent.parent
+
+
+def flat(state, prefix=""):
+    """Every leaf of a checkpoint by its path."""
+    if isinstance(state, dict):
+        return {k: v for name, part in state.items() for k, v in flat(part, f"{prefix}/{name}").items()}
+    if isinstance(state, list | tuple):
+        return {k: v for number, part in enumerate(state) for k, v in flat(part, f"{prefix}/{number}").items()}
+    return {prefix: state}
+
+
+def assert_bit_identical(found, expected):
+    assert (found / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
+    for name in ("model", "checkpoints/best"):
+        weights, others = (load_file(place / name / "model.safetensors") for place in (found, expected))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[key], others[key]) for key in others)
+    state, other = (flat(checkpoint.read(place / "checkpoints" / "last.pt")) for place in (found, expected))
+    assert state.keys() == other.keys()
+    for key, value in other.items():
+        same = torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value
+        assert same, key
+
+
+def test_a_run_killed_at_random_moments_ends_bit_identical(tmp_path):
+    kills = 4
+    script = str(Path(__file__).with_name("kill.py"))
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, str(kills), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert int(done.stdout.split()[1]) >= 2, "on a busy machine some lives may end before they are cut short"
+    assert_bit_identical(tmp_path / "disturbed", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("where", [(0, 2), (0, 24), (1, 0), (1, 13)])
+def test_a_run_stopped_before_a_step_ends_bit_identical(tmp_path, whole, where):
+    def stop(epoch, step):
+        if (epoch, step) == where:
+            raise StoppedError
+
+    folder = tmp_path / "run"
+    with pytest.raises(StoppedError):
+        run(folder, recipe(save_every=7), before=stop)
+    run(folder, recipe(save_every=7))
+    assert_bit_identical(folder, whole)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, recipe(save_every=7))
+    return folder
+
+
+def test_a_finished_run_is_not_run_again(whole):
+    before = (whole / "metrics.jsonl").read_text()
+    run(whole, recipe(save_every=7), before=lambda *_: pytest.fail("a step was taken"))
+    assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_another_configuration_is_refused_with_the_difference(whole):
+    with pytest.raises(UserError, match=r"training\.base_lr: 0\.05 there, 0\.01 asked for"):
+        run(whole, recipe(save_every=7, base_lr=0.01))
+
+
+def test_resume_never_and_must(whole, tmp_path):
+    with pytest.raises(UserError, match="holds a run already"):
+        run(whole, recipe(save_every=7), resume="never")
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        run(tmp_path / "new", recipe(), resume="must")
+    with pytest.raises(UserError, match="use one of"):
+        run(tmp_path / "new", recipe(), resume="perhaps")
+
+
+def test_a_damaged_config_or_checkpoint_is_named(whole, tmp_path):
+    for name, content in (("config.json", "{"), ("checkpoints/last.pt", "no checkpoint")):
+        folder = tmp_path / name.replace("/", "-")
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.json").write_text((whole / "config.json").read_text())
+        (folder / name).write_text(content)
+        with pytest.raises(UserError, match="damaged"):
+            run(folder, recipe(save_every=7))
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    torch.save({"format": 1, "model": Evil()}, tmp_path / "last.pt")
+    with pytest.raises(UserError, match="damaged or no checkpoint"):
+        checkpoint.read(tmp_path / "last.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path):
+    path = tmp_path / "last.pt"
+    checkpoint.write(path, {"value": torch.arange(5)})
+    _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit))  # what a full disk does: writes beyond it fail
+    try:
+        with pytest.raises(UserError, match=r"could not be written .* last checkpoint, which is intact"):
+            checkpoint.write(path, {"value": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert torch.equal(checkpoint.read(path)["value"], torch.arange(5))
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("reason", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, reason):
+    def refuse(*args, **options):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(UserError, match=f"{os.strerror(reason)}.*choose another"):
+        run(tmp_path / "run", recipe())
+
+
+def test_a_run_folder_below_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        run(tmp_path / "file" / "run", recipe())
+
+
+def test_lines_written_after_the_checkpoint_are_forgotten_with_a_half_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        append_line(path, {"step": step})
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    forget_lines_after(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    with pytest.raises(UserError, match="the loss is nan"):
+        run(tmp_path / "run", recipe(base_lr=1e30, clip=0, ema=0.0))
