@@ -1,6 +1,6 @@
 """A sparse ViT trained in a loop of your own: four lines make the difference to any other model.
 
-Run: python examples/train_in_plain_pytorch.py (half a minute on two cores; the digits come with scikit-learn).
+Run: python examples/train_in_plain_pytorch.py (half a minute; the digits come with scikit-learn).
 """
 
 import timm
@@ -10,13 +10,15 @@ import torch.nn.functional as F
 import ermoe
 from ermoe.data.digits import digits
 
-EPOCHS, BATCH, LAMBDA = 4, 64, 5e-5
+EPOCHS, BATCH, LAMBDA = 10, 64, 5e-5
 
+torch.set_num_threads(1)  # so small a model gains nothing from more
 torch.manual_seed(0)
 train, test = digits()
 dense = timm.create_model(
-    "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, embed_dim=48, depth=4, num_heads=3, num_classes=10
-)
+    "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, embed_dim=48, depth=4, num_heads=3, num_classes=10,
+    class_token=False, global_pool="avg",
+)  # fmt: skip
 model = ermoe.upcycle(dense, num_experts=4, init="random")  # 1. experts in every second block
 
 exempt = ermoe.no_weight_decay(model)  # 2. bases must keep their length
@@ -25,6 +27,7 @@ groups = [
     {"params": [p for n, p in model.named_parameters() if n in exempt or p.ndim <= 1], "weight_decay": 0.0},
 ]
 optimizer = torch.optim.AdamW(groups, lr=2e-3)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=EPOCHS * -(-len(train) // BATCH))
 
 for epoch in range(EPOCHS):
     model.train()
@@ -34,6 +37,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         ermoe.update_balance(model)  # 4. equal load, once a step
     ermoe.retract(model)  # and once an epoch: bases exactly orthonormal again
     model.eval()
@@ -41,4 +45,4 @@ for epoch in range(EPOCHS):
         accuracy = (model(test.image).argmax(1) == test.label).float().mean()
     print(f"epoch {epoch + 1}: loss {loss.item():.3f}, accuracy {accuracy:.1%}")
 
-assert accuracy > 0.5, "four epochs are enough for more than half of the digits"
+assert accuracy > 0.5, "ten epochs are enough for more than half of the digits"

@@ -56,6 +56,7 @@ class Balanced(TrainerCallback):
         ermoe.retract(model)
 
 
+torch.set_num_threads(1)  # so small a model gains nothing from more
 torch.manual_seed(0)
 train, test = (Digits(split) for split in digits())
 config = ViTConfig(
@@ -64,12 +65,12 @@ config = ViTConfig(
 )  # fmt: skip
 model = ermoe.upcycle(ViTForImageClassification(config), num_experts=4, init="random")
 arguments = TrainingArguments(
-    output_dir="hf-run", num_train_epochs=4, per_device_train_batch_size=64, learning_rate=2e-3, weight_decay=0.05,
-    report_to="none", save_strategy="no", logging_steps=20, use_cpu=True, disable_tqdm=True,
+    output_dir="hf-run", num_train_epochs=10, per_device_train_batch_size=64, learning_rate=3e-3, weight_decay=0.05,
+    warmup_steps=30, report_to="none", save_strategy="no", logging_steps=20, use_cpu=True, disable_tqdm=True,
 )  # fmt: skip
 trainer = Orthogonal(model=model, args=arguments, train_dataset=train, eval_dataset=test, callbacks=[Balanced()])
 trainer.train()
 predicted = trainer.predict(test)
 accuracy = (predicted.predictions.argmax(1) == predicted.label_ids).mean()
 print(f"accuracy {accuracy:.1%}")
-assert accuracy > 0.5, "four epochs are enough for more than half of the digits"
+assert accuracy > 0.5, "ten epochs are enough for more than half of the digits"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
+    from ermoe.data.catalogue import open_images
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
     from ermoe.models.dense import to_dense
@@ -40,6 +41,7 @@ _HOME = {
     "load_weights": "ermoe.models.weights.foreign",
     "merge": "ermoe.models.merge",
     "no_weight_decay": "ermoe.nn",
+    "open_images": "ermoe.data.catalogue",
     "orthogonality_loss": "ermoe.nn",
     "preset": "ermoe.models.presets",
     "record_routing": "ermoe.analysis.recorder",
@@ -65,6 +67,7 @@ __all__ = [
     "load_weights",
     "merge",
     "no_weight_decay",
+    "open_images",
     "orthogonality_loss",
     "preset",
     "record_routing",

@@ -28,15 +28,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"{path.parent} cannot be a folder: {problem.strerror}; choose another place") from problem
     # The suffix stays, because some writers choose the format by it.
     draft = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield draft
         _flush(draft)
         os.replace(draft, path)
         _flush(path.parent)
-    except (FileExistsError, NotADirectoryError, PermissionError) as problem:
+    except PermissionError as problem:
+        if problem.filename != str(draft):
+            raise
         raise UserError(f"{path} cannot be written: {problem.strerror}; choose another place") from problem
     finally:
         draft.unlink(missing_ok=True)

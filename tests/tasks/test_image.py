@@ -18,10 +18,10 @@ from ermoe.tasks.image.probe import Features, Probe, draw_shots, probe
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run folder with one epoch in it."""
+    """A finished run of a few epochs."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("image") / "run"
-    run(["train", "digits-ermoe", "digits", "--run", str(folder), "--epochs", "2", "--device", "cpu"])
+    run(["train", "digits-ermoe", "digits", "--run", str(folder), "--epochs", "4", "--device", "cpu"])
     return folder
 
 
@@ -71,7 +71,7 @@ def test_check_reports(capsys):
 
 
 def test_a_study_is_a_queue_that_repeats_nothing(tmp_path, capsys):
-    command = ["study", "digits-dense", "digits-v-moe", "--data", "digits", "--seeds", "1", "--epochs", "1"]
+    command = ["study", "digits-dense", "digits-v-moe", "--data", "digits", "--seeds", "1", "--epochs", "2"]
     command += ["--out", str(tmp_path), "--threads", "1"]
     run(command)
     path = tmp_path / "digits-v-moe-1.json"
@@ -90,7 +90,7 @@ def test_mistakes_are_named(trained, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         run(["train", "digits-ermoe", str(tmp_path / "nowhere"), "--run", str(tmp_path / "run")])
     with pytest.raises(UserError, match="another configuration"):
-        run(["train", "digits-ermoe", "digits", "--run", str(trained), "--epochs", "3", "--device", "cpu"])
+        run(["train", "digits-ermoe", "digits", "--run", str(trained), "--epochs", "5", "--device", "cpu"])
     with pytest.raises(UserError, match="cannot be read"):
         run(["predict", str(trained), str(tmp_path / "nothing.png")])
 
@@ -121,7 +121,7 @@ def test_draws_take_the_same_number_of_every_class():
 
 def test_separable_features_are_separated_in_both_readings():
     images = open_images("digits")
-    centre = torch.eye(10) * 5
+    centre = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     label, test_label = images.label_N, open_images("digits", "test").label_N
     given = Features(centre[label], label, centre[test_label], test_label)
     for reading in ("images", "epochs"):
@@ -135,3 +135,16 @@ def test_separable_features_are_separated_in_both_readings():
 def test_the_table_of_a_study():
     records = [{"preset": "a", "seed": s, "figures": {"top1": v}} for s, v in ((1, 0.5), (2, 0.6))]
     assert "| a | 2 | 55.00% ± 7.07% |" in table(records)
+
+
+def test_a_model_starts_from_weights_with_another_classifier(tmp_path, caplog):
+    chosen = recipe("digits-ermoe")
+    dense = recipe("digits-dense").build(7)
+    torch.save(dense.state_dict(), tmp_path / "dense.pth")
+    model = chosen.build(10, weights=str(tmp_path / "dense.pth"))
+    assert torch.equal(model.patch_embed.proj.weight, dense.patch_embed.proj.weight)
+    assert "starts afresh" in caplog.text
+    state = {name: value for name, value in dense.state_dict().items() if "qkv" not in name}
+    torch.save(state, tmp_path / "other.pth")
+    with pytest.raises(UserError, match="weights of another model"):
+        chosen.build(10, weights=str(tmp_path / "other.pth"))

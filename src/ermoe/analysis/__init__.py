@@ -1,6 +1,5 @@
 """Seeing what a mixture of experts does: measures, recordings, plots, reports."""
 
-from ermoe.analysis.parameters import active_parameters, total_parameters
 from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
 from ermoe.analysis.summary import MEASURES, Summary
 
@@ -8,8 +7,6 @@ __all__ = [
     "MEASURES",
     "RoutingRecorder",
     "Summary",
-    "active_parameters",
     "moe_layers",
     "record_routing",
-    "total_parameters",
 ]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ermoe.analysis.recorder import moe_layers
 from ermoe.nn import Routing
 
-_NOBODY = "#c4c8d0"
-_PALENESS = 0.35
+_NOBODY = "#d9dce3"
 _SMALLEST_SIDE = 96
 
 
@@ -56,21 +55,20 @@ def _largest(weight_BNE: Tensor, grid_hw: tuple[int, int]) -> Tensor:
     return torch.where(weight > 0, expert, -1).view(-1, *grid_hw).cpu()
 
 
-def tinted(brightness_HW: NDArray[np.floating], expert_hw: NDArray[np.integer], colours: Sequence[str]) -> Image.Image:
-    """A picture in whose paper one can see the experts: every patch is washed with the colour of its expert.
+def tinted(brightness_HW: NDArray[np.floating], expert_hw: NDArray[np.integer], washes: Sequence[str]) -> Image.Image:
+    """A picture on whose paper one can see the experts: every patch is washed with the colour of its expert.
 
     ``brightness_HW`` runs from 0 (black) to 1. Small pictures are enlarged smoothly, and thin white lines separate
     the patches.
 
-    >>> tinted(np.ones((8, 8)), np.zeros((4, 4), dtype=int), ["#4e79a7"]).size
+    >>> tinted(np.ones((8, 8)), np.zeros((4, 4), dtype=int), ["#8ea8c6"]).size
     (96, 96)
     """
     factor = max(1, -(-_SMALLEST_SIDE // min(brightness_HW.shape)))
     height, width = (factor * side for side in brightness_HW.shape)
     enlarged = Image.fromarray(brightness_HW.astype(np.float32)).resize((width, height), Image.Resampling.BICUBIC)
     brightness = np.clip(np.asarray(enlarged), 0, 1)
-    palette = np.array([to_rgb(colour) for colour in (*colours, _NOBODY)])  # −1 takes the last
-    wash = (1 - _PALENESS) * palette + _PALENESS
+    wash = np.array([to_rgb(colour) for colour in (*washes, _NOBODY)])  # −1 takes the last
     rows = np.arange(height) * expert_hw.shape[0] // height
     columns = np.arange(width) * expert_hw.shape[1] // width
     rgb = brightness[:, :, None] * wash[expert_hw[rows[:, None], columns[None, :]]]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
@@ -56,6 +56,12 @@ def expert_colours(num_experts: int) -> list[str]:
     if num_experts <= len(_EXPERTS):
         return _EXPERTS[:num_experts]
     return [to_hex(colour) for colour in matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, num_experts))]
+
+
+def expert_washes(num_experts: int) -> list[str]:
+    """The experts' colours, pale enough to read black ink on them."""
+    strong = [np.array(to_rgb(colour)) for colour in expert_colours(num_experts)]
+    return [to_hex(tuple(0.35 + 0.65 * colour)) for colour in strong]
 
 
 def depth_colours(num_layers: int) -> list[str]:

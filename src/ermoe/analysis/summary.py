@@ -17,6 +17,7 @@ from ermoe.analysis import measures
 from ermoe.analysis.tally import Tally
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.scores import Score
 
 Summary = dict[str, dict[str, float]]
 """{layer name: {measure: value}}; NaN where a router has no such notion."""
@@ -102,7 +103,7 @@ def geometry_figures(layer: nn.Module) -> dict[str, float]:
 def routing_basis(layer: Any) -> Tensor | None:
     """The columns (E, D, r) by which a layer routes, or None if it does not route by a basis."""
     score = getattr(getattr(layer, "router", None), "score", None)
-    if score is None or not score.needs_basis:
+    if not isinstance(score, Score) or not score.needs_basis:
         return None
     basis = score.basis if score.basis is not None else layer.experts.token_basis
     return _whole(basis)[:, :, : score.route_rank]

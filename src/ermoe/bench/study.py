@@ -25,7 +25,7 @@ COLUMNS = {
     "weight_cv2": ("weight CV²", ".4f"),
     "fallback_rate": ("fallback", ".1%"),
     "fluctuation": ("fluctuation", ".1%"),
-    "seconds_per_step": ("s / step", ".3f"),
+    "step_to_dense": ("step / dense", ".2f"),
 }
 
 
@@ -104,6 +104,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     | :-- | --: | --: |
     | a | 1 | 50.00% |
     """
+    records = _beside_dense(records)
     shown = [name for name in COLUMNS if any(name in record["figures"] for record in records)]
     lines = ["| " + " | ".join(["preset", "seeds", *(COLUMNS[name][0] for name in shown)]) + " |"]
     lines.append("| :-- |" + " --: |" * (1 + len(shown)))
@@ -112,6 +113,21 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         cells = [_cell([f[name] for f in own if name in f], COLUMNS[name][1]) for name in shown]
         lines.append("| " + " | ".join([preset, str(len(own)), *cells]) + " |")
     return "\n".join(lines)
+
+
+def _beside_dense(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with the time of a step relative to that of the dense preset with the same seed, where it ran."""
+    dense = {
+        record["seed"]: record["figures"].get("seconds_per_step")
+        for record in records
+        if record["preset"].endswith("-dense")
+    }
+    compared = []
+    for record in records:
+        own, other = record["figures"].get("seconds_per_step"), dense.get(record["seed"])
+        ratio = {"step_to_dense": own / other} if own and other else {}
+        compared.append({**record, "figures": {**record["figures"], **ratio}})
+    return compared
 
 
 def _cell(values: list[float], style: str) -> str:

@@ -128,7 +128,7 @@ class Evaluate:
         from ermoe.tasks.image.classification import evaluate, over_layers, transform_for
 
         model, images = _load(self.model), open_images(self.data, "test")
-        console.print(images.found, highlight=False)
+        console.print(images.found, highlight=False, soft_wrap=True)
         if len(images.classes) != model.num_classes:
             raise UserError(
                 f"{self.model} knows {model.num_classes} classes and {self.data} has {len(images.classes)}: evaluate "
@@ -141,7 +141,7 @@ class Evaluate:
         with record_routing(model, classes=images.classes) as recorder:
             figures = evaluate(model, loader, recorder)
         _show(console, figures | over_layers(recorder.summary()))
-        console.print(recorder.table(), highlight=False)
+        console.print(recorder.table(), highlight=False, soft_wrap=True)
         if self.report is not None:
             console.print(f"written: {recorder.report(self.report)}", highlight=False)
 
@@ -174,7 +174,7 @@ class Probe:
         from ermoe.tasks.image.probe import features, probe
 
         train, test = open_images(self.data, "train"), open_images(self.data, "test")
-        console.print(f"{train.found}\n{test.found}", highlight=False)
+        console.print(f"{train.found}\n{test.found}", highlight=False, soft_wrap=True)
         given = features(_load(self.model), train, test, workers=self.workers)
         table = Table("reading", "shots", "accuracy", "95 % interval", "draws")
         found = []
@@ -221,7 +221,9 @@ class Predict:
         names = class_names(self.model, model.num_classes)
         for prediction in predict(model, self.images, names, top=self.top):
             ranked = zip(prediction.classes, prediction.probabilities, strict=True)
-            console.print(f"{prediction.image}: " + ", ".join(f"{n} {p:.1%}" for n, p in ranked), highlight=False)
+            console.print(
+                f"{prediction.image}: " + ", ".join(f"{n} {p:.1%}" for n, p in ranked), highlight=False, soft_wrap=True
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ class Study:
         records = run_queue(
             self.presets, self.data, self.seeds, self.out, threads=self.threads, console=console, **changes
         )
-        console.print(table(records), highlight=False)
+        console.print(table(records), highlight=False, soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 NUM_CLASSES = 10
+SIDE = 8
+"""Pixels."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +34,7 @@ def digits(held_out: float = 1 / 3, *, seed: int = 0) -> tuple[Split, Split]:
     from sklearn.model_selection import train_test_split
 
     pixels, label = load_digits(return_X_y=True)
-    image = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16  # stored as counts from 0 to 16
+    image = torch.from_numpy(pixels).float().view(-1, 1, SIDE, SIDE) / 16  # stored as counts from 0 to 16
     train, test = train_test_split(range(len(label)), test_size=held_out, stratify=label, random_state=seed)
     label = torch.from_numpy(label)
     return Split(image[train], label[train]), Split(image[test], label[test])

@@ -1,8 +1,7 @@
 """How large a model is, and what one image costs it: parameters and floating-point operations, part by part.
 
-Operations of matrix products and convolutions are counted by torch's own counter, on tensors without data, along the
-static path in which every expert sees every token. What the sparse path saves then follows exactly: of E experts, a
-token meets K.
+Everything but the experts is counted by torch's own counter, which knows matrix products and convolutions, in a pass
+over tensors without data. Experts follow from their shapes, because how many tokens each of them gets does not.
 
 Letters: N tokens of an image, D model width, E experts, K experts per token.
 """
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ermoe.models.families import family_of
 from ermoe.models.sparse_block import SparseBlock, needs_context
 from ermoe.models.static_path import every_expert, expert_layers
-from ermoe.nn import MoE
+from ermoe.nn import Experts, MoE
 
 _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
 
@@ -75,13 +74,13 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] = 224, *, channels
             part["dense_ffn"] += ffn
             continue
         layer = block.mlp
-        experts = sum(flops[f"{name}.mlp.experts.{child}"] for child in ("gate", "up", "down"))
         if isinstance(layer, MoE):
             part["routing"] += flops[f"{name}.mlp.router"]
-            experts = experts * experts_per_token(layer) // layer.experts.num_experts
+            part["experts"] += num_tokens * experts_per_token(layer) * flops_per_row(layer.experts)
         else:  # Soft MoE, all of whose slots are always full
+            experts = layer.experts.num_experts * layer.slots_per_expert * flops_per_row(layer.experts)
             part["routing"] += ffn - experts
-        part["experts"] += experts
+            part["experts"] += experts
         if needs_context(layer):
             context = 2 * num_tokens**2 * layer.experts.dim
             part["context"] += context
@@ -95,6 +94,11 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] = 224, *, channels
 def experts_per_token(layer: MoE) -> int:
     """K; without pruning and drops, which depend on the data."""
     return int(getattr(layer.router, "top_k", 1))
+
+
+def flops_per_row(experts: Experts) -> int:
+    """What one expert costs one token: two operations for every entry of its matrices, multiplied out or not."""
+    return 2 * sum(p.numel() for p in experts.parameters() if p.dim() == 3) // experts.num_experts
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def interleaved(num_experts: int, rank: int) -> Tensor:
     >>> interleaved(3, 6).tolist()
     [[0, 3, 1, 4, 2, 5], [1, 4, 2, 5, 0, 3], [2, 5, 0, 3, 1, 4]]
     """
-    shares = [torch.arange(start, rank, num_experts) for start in range(num_experts)]
+    shares = [torch.arange(rank)[start::num_experts] for start in range(num_experts)]
     return torch.stack([torch.cat(shares[expert:] + shares[:expert]) for expert in range(num_experts)])
 
 

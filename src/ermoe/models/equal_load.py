@@ -14,6 +14,7 @@ from torch import Tensor
 
 _EQUAL_ENOUGH = 1e-6
 _MAX_SWEEPS = 60
+_PATIENCE = 4
 
 
 @torch.no_grad()
@@ -37,14 +38,14 @@ def equal_load_offsets(score_TE: Tensor, top_k: int, *, threshold: float | None 
     open_TE = score_TE.masked_fill(~eligible_TE, -torch.inf)
     reach = (score_TE.max() - score_TE.min()).clamp_min(1e-6)  # beyond it an offset changes nothing more
     best_offset_E = offset_E = score_TE.new_zeros(num_experts)
-    best_error = torch.inf
-    for _ in range(_MAX_SWEEPS):
+    best_error, best_sweep = torch.inf, 0
+    for sweep in range(_MAX_SWEEPS):
         offset_E = _sweep(open_TE, offset_E, top_k, share_E, reach)
         load_E = _load(open_TE + offset_E, top_k) + fixed_E
         error = float(load_E.var(correction=0) / load_E.mean().square())
         if error < best_error:
-            best_error, best_offset_E = error, offset_E
-        if error < _EQUAL_ENOUGH:
+            best_error, best_offset_E, best_sweep = error, offset_E, sweep
+        if error < _EQUAL_ENOUGH or sweep > best_sweep + _PATIENCE:
             break
     return best_offset_E - best_offset_E.mean()
 

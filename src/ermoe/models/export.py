@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.count import experts_per_token
+from ermoe.models.merge import merge
 from ermoe.models.static_path import every_expert, expert_layers
 from ermoe.nn import MoE
 from ermoe.nn.capacity import places
@@ -89,8 +90,8 @@ def to_program(
     capacity_factor: float = 1.25,
     dynamic_batch: bool = True,
 ) -> ExportedProgram:
-    """The model as a graph of torch's own operators, along one of the static paths."""
-    model = copy.deepcopy(model).eval().requires_grad_(False)
+    """The model, merged, as a graph of torch's own operators along one of the static paths."""
+    model = merge(copy.deepcopy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
     shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
@@ -111,7 +112,8 @@ class CapacityMoE(MoE):
         num_experts = self.experts.num_experts
         wanted = places(num_tokens, experts_per_token(self), num_experts, self.capacity_factor)
         weight_GSE = self.route(x, context, mask).dense_weights().view(-1, num_tokens, num_experts)
-        weight_GCE, token_GCE = weight_GSE.topk(min(wanted, num_tokens), dim=1)
+        token_GCE = torch.argsort(weight_GSE, dim=1, descending=True, stable=True)[:, :wanted]  # ties: first come
+        weight_GCE = weight_GSE.gather(1, token_GCE)
         place_GAD = token_GCE.flatten(1).unsqueeze(-1).expand(-1, -1, dim)
         x_GSD = x.reshape(-1, num_tokens, dim)
         x_GCED = x_GSD.gather(1, place_GAD).unflatten(1, token_GCE.shape[1:])

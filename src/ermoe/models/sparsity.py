@@ -41,8 +41,8 @@ class Sparsity:
         known = options_of(self.router)
         options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}
         options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
-        options |= {"rank": min(ffn.dim, ffn.hidden_dim) if self.rank is None else self.rank}
-        options |= {"route_rank": self.route_rank} if self.route_rank is not None else {}
+        ranks = {"rank": self.rank, "route_rank": self.route_rank}
+        options |= {name: rank for name, rank in ranks.items() if rank is not None}
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
         return build_layer(self.router, ffn.dim, ffn.hidden_dim, **options, **mlp, **placement)
@@ -55,24 +55,28 @@ class Sparsity:
 
 
 def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
-    """The indices that ``blocks`` means in a model of ``depth`` blocks.
+    """The indices that ``blocks`` means in a model of ``depth`` blocks; "last-n-odd" is what V-MoE calls "last-n".
 
     >>> choose_blocks("every-2", 12), choose_blocks("last-2", 12), choose_blocks([-1, 3], 12)
     ((1, 3, 5, 7, 9, 11), (10, 11), (3, 11))
+    >>> choose_blocks("last-2-odd", 12), choose_blocks("last-2-odd", 8)
+    ((9, 11), (5, 7))
     """
     if blocks == "all":
         return tuple(range(depth))
     if isinstance(blocks, str):
-        kind, _, digits = blocks.partition("-")
+        kind, _, digits = blocks.removesuffix("-odd").partition("-")
         number = int(digits) if digits.isdigit() else 0
-        if kind == "every" and 1 <= number <= depth:
+        if kind == "every" and 1 <= number <= depth and not blocks.endswith("-odd"):
             return tuple(range(number - 1, depth, number))
-        if kind == "last" and 1 <= number <= depth:
-            return tuple(range(depth - number, depth))
+        candidates = range(1, depth, 2) if blocks.endswith("-odd") else range(depth)
+        if kind == "last" and 1 <= number <= len(candidates):
+            return tuple(candidates[-number:])
     elif blocks and all(-depth <= index < depth for index in blocks):
         return tuple(sorted({index % depth for index in blocks}))
     raise UserError(
-        f"blocks={blocks!r}: use 'every-n', 'last-n', 'all' or a list of indices; this model has {depth} blocks"
+        f"blocks={blocks!r}: use 'every-n', 'last-n', 'last-n-odd', 'all' or a list of indices; "
+        f"this model has {depth} blocks"
     )
 
 

@@ -114,7 +114,7 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         hidden_dim: width of the experts' hidden layer; 4·dim by default.
         num_experts: experts E.
         top_k: experts per token K. With K = 1 the mixing weight is constant, so routing gives the bases no gradient.
-        rank: rank R of every expert weight; dim by default.
+        rank: rank R of every expert weight; by default full, min(dim, hidden_dim).
         route_rank: columns r of each basis that route; max(8, 8⌊R / 8E⌋) by default. Must be smaller than dim.
         threshold: a token whose best score is below it fell back.
         score: "eigenbasis" (Eq. 5), "prototype" (Alg. 2), "energy" or "logit" (a learned gate).
@@ -131,7 +131,7 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         raise ValueError(f"num_experts={num_experts}: need at least one expert")
     if experts not in ("eigen", "dense"):
         raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
-    rank = dim if rank is None else rank
+    rank = min(dim, hidden_dim) if rank is None else rank
     if not 1 <= rank <= min(dim, hidden_dim):
         raise ValueError(
             f"rank={rank}: an orthonormal basis of a {dim}×{hidden_dim} weight has at most {min(dim, hidden_dim)} "

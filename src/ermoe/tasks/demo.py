@@ -19,16 +19,19 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from ermoe.analysis.parameters import active_parameters, total_parameters
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
-from ermoe.data.digits import NUM_CLASSES, Split, digits
+from ermoe.data.digits import NUM_CLASSES, SIDE, Split, digits
+from ermoe.models.count import count
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.orthogonality import bases
 from ermoe.nn.rivals.losses import auxiliary_loss
 
-GRID = (4, 4)
-"""Patches of 2 × 2 pixels."""
+PATCH = 2
+"""Pixels."""
+GRID = (SIDE // PATCH, SIDE // PATCH)
+"""Patches."""
+NUM_EXPERTS = 8
 LAMBDA = 5e-5
 SPARSE: dict[str, dict[str, Any]] = {
     "learned gate": {"router": "logit"},
@@ -111,8 +114,8 @@ def small_vit(seed: int = 0) -> VisionTransformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = VisionTransformer(
-            img_size=8,
-            patch_size=2,
+            img_size=SIDE,
+            patch_size=PATCH,
             in_chans=1,
             num_classes=NUM_CLASSES,
             embed_dim=64,
@@ -152,7 +155,7 @@ def contenders(budget: Budget, num_steps: int) -> list[Contender]:
     models: dict[str, nn.Module] = {"dense": dense}
     for name, options in SPARSE.items():
         generator = torch.Generator().manual_seed(budget.seed)
-        models[name] = upcycle(dense, num_experts=8, top_k=2, init="random", generator=generator, **options)
+        models[name] = upcycle(dense, num_experts=NUM_EXPERTS, top_k=2, init="random", generator=generator, **options)
     return [Contender.of(name, model, budget, num_steps) for name, model in models.items()]
 
 
@@ -216,12 +219,13 @@ def examine(contender: Contender, test: Split) -> Result:
         with record_routing(model, classes=NUM_CLASSES) as routing:
             routing.labels(test.label)
             prediction = model(standardised(test.image)).argmax(-1)
+    size = count(model, SIDE, channels=1)
     return Result(
         name=contender.name,
         model=model,
         accuracy=float((prediction == test.label).float().mean()),
-        parameters=total_parameters(model),
-        active_parameters=active_parameters(model),
+        parameters=size.total_parameters,
+        active_parameters=size.active_parameters,
         step_seconds=statistics.median(contender.seconds),
         routing=routing,
     )

@@ -21,7 +21,7 @@ from ermoe.analysis.report import class_panel, measure_table, score_panel
 from ermoe.analysis.summary import MEASURES
 from ermoe.data.digits import NUM_CLASSES, digits
 from ermoe.files import replacing
-from ermoe.tasks.demo import GRID, Budget, Result, standardised
+from ermoe.tasks.demo import GRID, NUM_EXPERTS, Budget, Result, standardised
 
 HEADER = ["model", "accuracy", "load CV²", "fallback", "parameters", "active", "step time"]
 COLOURS = {"learned gate": "#d97706", "V-MoE": "#8b5fbf", "ERMoE": plots.ACCENT}
@@ -123,13 +123,15 @@ def _load_panels(routed: dict[str, Result]) -> Iterator[Markup]:
     colours = [COLOURS[name] for name in routed]
     for layer in _recording(routed["ERMoE"]).tallies:
         cv2 = {name: _recording(result).summary()[layer]["load_cv2"] for name, result in routed.items()}
-        caption = "Load CV²: " + ", ".join(f"{name} {MEASURES['load_cv2'].text(value)}" for name, value in cv2.items()) + "."
+        caption = (
+            "Load CV²: " + ", ".join(f"{name} {MEASURES['load_cv2'].text(value)}" for name, value in cv2.items()) + "."
+        )
         drawing = plots.load_curves(_loads(routed, layer), colours)
         yield figure(svg(drawing, f"expert loads in {layer}"), f"{layer}.", caption)
 
 
 def _expert_legend() -> Markup:
-    return legend((f"expert {e}", colour) for e, colour in enumerate(plots.expert_colours(8)))
+    return legend((f"expert {e}", colour) for e, colour in enumerate(plots.expert_washes(NUM_EXPERTS)))
 
 
 def _patch_panels(result: Result) -> Iterator[Markup]:
@@ -149,10 +151,10 @@ def coloured_digits(result: Result) -> dict[str, list[Image.Image]]:
     """By layer, one held-out example of each digit, its patches coloured by expert."""
     _, test = digits()
     first = torch.stack([test.image[test.label == digit][0] for digit in range(NUM_CLASSES)])
-    colours = plots.expert_colours(8)
+    washes = plots.expert_washes(NUM_EXPERTS)
     brightness = (1 - _STROKE * first.squeeze(1)).numpy()
     return {
-        layer: [tinted(image, grid_hw, colours) for image, grid_hw in zip(brightness, expert.numpy(), strict=True)]
+        layer: [tinted(image, grid_hw, washes) for image, grid_hw in zip(brightness, expert.numpy(), strict=True)]
         for layer, expert in patch_experts(result.model, standardised(first), GRID).items()
     }
 
@@ -168,8 +170,9 @@ def write_picture(results: list[Result], path: str | PathLike[str]) -> Path:
         for axes, picture in zip(left.subplots(2, 5).flat, pictures, strict=True):
             axes.imshow(picture, interpolation="none")
             axes.set_axis_off()
-        swatches = [Patch(color=colour, label=str(e)) for e, colour in enumerate(plots.expert_colours(8))]
-        left.legend(handles=swatches, loc="outside lower left", ncols=8, title="expert", handlelength=1)
+        swatches = [Patch(color=wash, label=str(e)) for e, wash in enumerate(plots.expert_washes(NUM_EXPERTS))]
+        named = [Patch(alpha=0, label="expert"), *swatches]
+        left.legend(handles=named, loc="outside lower left", ncols=len(named), handlelength=1, columnspacing=1.4)
         right.suptitle("Every expert gets equal work", x=0.01, ha="left", fontsize=12)
         plots.draw_load_curves(right.subplots(), _loads(routed, layer), [COLOURS[name] for name in routed])
         with replacing(path) as draft:

@@ -44,7 +44,7 @@ class Log:
             return
         forget_lines_after(run.metrics, first_step)
         forget_lines_after(run.timing, first_step)
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
+        columns = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
         self._progress = Progress(
             *columns, console=console or Console(stderr=True), disable=console is not None and console.quiet
         )

@@ -11,6 +11,8 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import GluMlp
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ermoe.errors import UserError
@@ -30,8 +32,11 @@ def _rate(module: nn.Module | None) -> float:
 
 def _mlp_ratio(model: Any) -> float:
     block = model.blocks[0]
-    ffn = timm_ffn.read(dense_network(block), block.norm2)
-    return ffn.hidden_dim / ffn.dim
+    network: Any = dense_network(block)
+    ffn = timm_ffn.read(network, block.norm2)
+    # VisionTransformer counts both halves of a packed gate as hidden width, Eva counts one.
+    packed = isinstance(model, VisionTransformer) and isinstance(network, GluMlp)
+    return (2 if packed else 1) * ffn.hidden_dim / ffn.dim
 
 
 # Argument of timm.create_model -> how to read it off a model.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ermoe.nn.rivals.losses import LossyRouter, gshard_loss
+from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss
 from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import full_precision, widen
@@ -19,7 +19,7 @@ from ermoe.nn.scores import full_precision, widen
 _LARGEST_SCALE = 100.0
 
 
-class CosineRouter(LossyRouter):
+class CosineRouter(RouterWithLoss):
     """Gates are softmax(s · cos(x A + a, m_e)) with a learned scale s ≤ 100; the K largest share a weight of 1.
 
     Args:

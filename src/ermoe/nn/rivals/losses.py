@@ -136,7 +136,7 @@ class PendingLoss:
         return PendingLoss, ()
 
 
-class LossyRouter(Router):
+class RouterWithLoss(Router):
     """A router whose training forwards leave an auxiliary loss for `auxiliary_loss` to pull."""
 
     def __init__(self) -> None:
@@ -159,6 +159,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     >>> bool(auxiliary_loss(layer) > 0), float(auxiliary_loss(layer))
     (True, 0.0)
     """
-    pulled = [module.pending.pull() for module in model.modules() if isinstance(module, LossyRouter)]
+    pulled = [module.pending.pull() for module in model.modules() if isinstance(module, RouterWithLoss)]
     losses = [loss for loss in pulled if loss is not None]
     return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ermoe.nn.capacity import ROUNDINGS, places, places_per_group, within_capacity
 from ermoe.nn.rivals.gate import Gate, Noise
-from ermoe.nn.rivals.losses import LossyRouter, gshard_loss, importance_loss, load_loss, mean_over_groups
+from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss, importance_loss, load_loss, mean_over_groups
 from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 
 _PRIORITIES = ("never", "eval", "always")
 
 
-class VMoERouter(LossyRouter):
+class VMoERouter(RouterWithLoss):
     """Each token takes the K largest of softmax(x W + ε), weighted by those gates as they are, not renormalised.
 
     Noise, losses and the order of assignment are the reference's: ε is Gaussian with σ = ``noise_std`` / E, in training

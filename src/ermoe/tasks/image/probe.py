@@ -119,7 +119,7 @@ def _fit_to_few(given: Features, index_M: np.ndarray) -> float:
     return float(classifier.score(given.test_ND.numpy(), given.test_label_N.numpy()))
 
 
-def _train_head(given: Features, epochs: int, num_classes: int, seed: int, draw: int, lr: float = 1e-3) -> float:
+def _train_head(given: Features, epochs: int, num_classes: int, seed: int, draw: int, lr: float = 1e-2) -> float:
     """AdamW with a cosine to zero, batches of 100."""
     order = Order(len(given.train_ND), min(100, len(given.train_ND)), seed=int(hashed(seed, draw)[0] >> 1))
     torch.manual_seed(order.seed)

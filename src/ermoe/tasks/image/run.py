@@ -50,7 +50,7 @@ def train(
     chosen = replace(chosen, training=replace(chosen.training, **changes))
     images, held_out = open_images(data, "train"), open_images(data, "test")
     if group.is_main and console is not None:
-        console.print(f"{images.found}\n{held_out.found}", highlight=False)
+        console.print(f"{images.found}\n{held_out.found}", highlight=False, soft_wrap=True)
     task = Classification(
         chosen.build(len(images.classes), weights=weights),
         images,

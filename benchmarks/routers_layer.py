@@ -1,0 +1,91 @@
+"""What each router costs: one layer, all routers, forward and training step, as ratios to a learned gate without loss.
+
+    python benchmarks/routers_layer.py [--rounds 15] [--threads 2]
+
+Same tokens, same experts' shape (dense weights), 8 experts, 2 a token; BASE has 1 and so half the expert work, Soft MoE
+has as many slots as the others have pairs. The eigen row routes with a basis of rank 24 beside dense experts, so that
+only routing differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from torch import Tensor, nn
+
+import ermoe
+from ermoe.bench.clock import compare, take_turns
+from ermoe.bench.record import Result, save, show
+from ermoe.nn.registry import build_layer
+
+RESULTS = Path(__file__).parent / "results"
+REFERENCE = "logit"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens and widths of the layer (ViT-Ti by default)."""
+
+    images: int = 16
+    tokens: int = 197
+    dim: int = 192
+    rounds: int = 15
+    threads: int = 2
+
+
+def layers(shape: Shape) -> dict[str, nn.Module]:
+    """The candidates."""
+    options: dict[str, dict[str, Any]] = {
+        "eigen": {"experts": "dense", "route_rank": 24},
+        "logit": {},
+        "loss-free": {},
+        "cosine": {},
+        "v-moe": {},
+        "expert-choice": {},
+        "base": {},
+        "soft": {"num_tokens": shape.tokens, "capacity_factor": 2.0},
+    }
+    torch.manual_seed(0)
+    return {name: build_layer(name, shape.dim, **own) for name, own in options.items()}
+
+
+def forward(layer: nn.Module, x: Tensor, context: Tensor) -> Callable[[], object]:
+    def run() -> object:
+        layer.eval()
+        with torch.inference_mode():
+            return layer(x, context)
+
+    return run
+
+
+def step(layer: nn.Module, x: Tensor, context: Tensor) -> Callable[[], object]:
+    def run() -> object:
+        layer.train()
+        layer.zero_grad()
+        (layer(x, context).square().mean() + ermoe.auxiliary_loss(layer)).backward()
+        ermoe.update_balance(layer)
+        return None
+
+    return run
+
+
+def main(shape: Shape) -> None:
+    torch.set_num_threads(shape.threads)
+    result = Result("routers_layer", asdict(shape), reference=REFERENCE)
+    x, context = torch.randn(2, shape.images, shape.tokens, shape.dim, generator=torch.Generator().manual_seed(1))
+    candidates = layers(shape)
+    for table, work_of in (("forward", forward), ("training step", step)):
+        work = {name: work_of(layer, x, context) for name, layer in candidates.items()}
+        result.tables[table] = compare(take_turns(work, rounds=shape.rounds), REFERENCE)
+    show(result, Console())
+    print(save(result, RESULTS))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Shape))

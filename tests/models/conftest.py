@@ -1,0 +1,55 @@
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Models here are so small that a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cifar():
+    """CIFAR-10 images and labels by split, a function of a slice: ``cifar("test", slice(0, 512))``."""
+    folder = os.environ.get("ERMOE_DATA")
+    if folder is None:
+        pytest.skip("needs CIFAR-10: set ERMOE_DATA to the folder with cifar10_25k.npz")
+    pack = np.load(Path(folder, "cifar10_25k.npz"))
+
+    def read(split, chosen):
+        data, bounds = pack[f"webp_{split}"], pack[f"off_{split}"]
+        pairs = list(zip(bounds, bounds[1:], strict=False))[chosen]
+        images = [np.asarray(Image.open(io.BytesIO(data[a:b].tobytes())).convert("RGB")) for a, b in pairs]
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+        return pixels, torch.from_numpy(pack[f"y_{split}"][chosen].astype(np.int64))
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def trained_vit(cifar):
+    """A small dense ViT, trained on CIFAR-10 long enough to have left its initialisation far behind."""
+    import timm
+
+    torch.manual_seed(0)
+    small = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3, "num_classes": 10}
+    model = timm.create_model("vit_tiny_patch16_224", **small).train()
+    images, labels = cifar("train", slice(0, 2560))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(120):
+        rows = torch.randint(0, len(images), (64,), generator=torch.Generator().manual_seed(step))
+        loss = F.cross_entropy(model(images[rows]), labels[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.eval()
