@@ -32,7 +32,7 @@ from ermoe.models.vit import SparseVisionTransformer
 
 RESULTS = Path(__file__).parent / "results" / "routers_digits"
 SIZE = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
-SIZE |= {"embed_dim": 48, "depth": 4, "num_heads": 3, "mlp_ratio": 2}
+SIZE |= {"embed_dim": 48, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -57,7 +57,7 @@ class Study:
     """Train every router on digits, over several seeds."""
 
     seeds: int = 3
-    epochs: int = 25
+    epochs: int = 30
     batch: int = 64
     rate: float = 3e-3
     decay: float = 0.05
@@ -93,27 +93,24 @@ def build(method: str, seed: int) -> nn.Module:
     return SparseVisionTransformer(**SIZE, num_experts=8, blocks=[1, 3], **sparsity)
 
 
-def shifted(images: Tensor) -> Tensor:
-    """Each image moved by at most one pixel: the only augmentation."""
-    padded = F.pad(images, (1, 1, 1, 1), value=-1.0)
-    corners = torch.randint(0, 3, (len(images), 2)).tolist()
-    return torch.stack([image[:, y : y + 8, x : x + 8] for image, (y, x) in zip(padded, corners, strict=True)])
-
-
-def train(model: nn.Module, data: Data, study: Study) -> None:
+def train(model: nn.Module, data: Data, study: Study, seed: int) -> None:
     """AdamW with a cosine schedule, and everything that belongs to a step of any router."""
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": study.decay}, {"params": plain, "weight_decay": 0.0}]
+    exempt = ermoe.no_weight_decay(model)
+    decayed = {name for name, p in model.named_parameters() if p.dim() > 1 and name not in exempt}
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": study.decay},
+        {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=study.rate)
     steps = study.epochs * (len(data.train) // study.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, study.rate, steps, pct_start=0.1)
+    order = torch.Generator().manual_seed(seed)
     model.train()
     for _ in range(study.epochs):
-        for rows in torch.randperm(len(data.train)).split(study.batch):
+        for rows in torch.randperm(len(data.train), generator=order).split(study.batch):
             if len(rows) < study.batch:
                 continue
-            loss = F.cross_entropy(model(shifted(data.train[rows])), data.train_label[rows], label_smoothing=0.1)
+            loss = F.cross_entropy(model(data.train[rows]), data.train_label[rows], label_smoothing=0.1)
             loss = loss + 5e-5 * ermoe.orthogonality_loss(model) + ermoe.auxiliary_loss(model)
             optimizer.zero_grad()
             loss.backward()
@@ -147,7 +144,7 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
 def run(method: str, seed: int, data: Data, study: Study) -> dict[str, Any]:
     """One training run and its record."""
     model = build(method, seed)
-    train(model, data, study)
+    train(model, data, study, seed)
     return {
         "method": method,
         "seed": seed,

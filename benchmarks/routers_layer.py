@@ -3,12 +3,14 @@
     python benchmarks/routers_layer.py [--rounds 15] [--threads 2]
 
 Same tokens, same experts' shape (dense weights), 8 experts, 2 a token; BASE has 1 and so half the expert work, Soft MoE
-has as many slots as the others have pairs. The eigen row routes with a basis of rank 24 beside dense experts, so that
-only routing differs.
+has as many slots as the others have pairs; "dense" is one feed-forward network of the same width, a single expert for
+every token. The eigen row routes with a basis of rank 24 beside dense experts, so that only routing differs.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +19,15 @@ from typing import Any
 import torch
 import tyro
 from rich.console import Console
+from timm.layers import Mlp
 from torch import Tensor, nn
 
 import ermoe
 from ermoe.bench.clock import compare, take_turns
-from ermoe.bench.record import Result, save, show
+from ermoe.bench.record import Result, show
+from ermoe.files import replacing
 from ermoe.nn.registry import build_layer
+from ermoe.nn.rivals.assignment import balanced_assignment
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "logit"
@@ -52,7 +57,15 @@ def layers(shape: Shape) -> dict[str, nn.Module]:
         "soft": {"num_tokens": shape.tokens, "capacity_factor": 2.0},
     }
     torch.manual_seed(0)
-    return {name: build_layer(name, shape.dim, **own) for name, own in options.items()}
+    routed = {name: build_layer(name, shape.dim, **own) for name, own in options.items()}
+    return {"dense": Dense(shape.dim, 4 * shape.dim), **routed}
+
+
+class Dense(Mlp):
+    """timm's feed-forward network, with the signature of the others."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return super().forward(x)
 
 
 def forward(layer: nn.Module, x: Tensor, context: Tensor) -> Callable[[], object]:
@@ -75,6 +88,12 @@ def step(layer: nn.Module, x: Tensor, context: Tensor) -> Callable[[], object]:
     return run
 
 
+def assignment_seconds(num_tokens: int) -> float:
+    """Median over five, to 8 experts."""
+    score_TE = torch.randn(num_tokens, 8, generator=torch.Generator().manual_seed(2))
+    return statistics.median(take_turns({"solve": lambda: balanced_assignment(score_TE)}, rounds=5)["solve"])
+
+
 def main(shape: Shape) -> None:
     torch.set_num_threads(shape.threads)
     result = Result("routers_layer", asdict(shape), reference=REFERENCE)
@@ -83,8 +102,12 @@ def main(shape: Shape) -> None:
     for table, work_of in (("forward", forward), ("training step", step)):
         work = {name: work_of(layer, x, context) for name, layer in candidates.items()}
         result.tables[table] = compare(take_turns(work, rounds=shape.rounds), REFERENCE)
+    for num_tokens in (1576, 25216):
+        result.figures[f"seconds of BASE's exact assignment, {num_tokens} tokens"] = assignment_seconds(num_tokens)
     show(result, Console())
-    print(save(result, RESULTS))
+    command = "python benchmarks/routers_layer.py " + " ".join(f"--{k} {v}" for k, v in asdict(shape).items())
+    with replacing(RESULTS / "routers_layer.json") as draft:
+        draft.write_text(json.dumps(result.as_json() | {"command": command}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

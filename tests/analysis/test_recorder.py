@@ -1,6 +1,7 @@
 """Recording changes nothing, forgets nothing, and says what loops over the same records say."""
 
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -166,6 +167,17 @@ def test_under_compile(tower):
     assert_same(routing.summary(), record(tower, data).summary())
     assert torch.equal(compiled(*data[0][:2]), before)
     assert routing.tallies["crowded"].totals.count_CE.equal(record(tower, data).tallies["crowded"].totals.count_CE)
+
+
+def test_recording_every_epoch_compiles_once(tower):
+    data = batches(1)
+    compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2):  # beyond which fullgraph is an error
+        tokens = []
+        for _ in range(4):
+            compiled(*data[0][:2])
+            tokens.append(record(compiled, data).summary()["crowded"]["tokens"])
+    assert tokens == [data[0][1].sum()] * 4
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -338,6 +350,17 @@ def test_reduce_belongs_after_the_block_and_without_processes_does_nothing(tower
     assert_same(routing.reduce().reduce().summary(), before)
     with routing, pytest.raises(ValueError, match="after the with block"):
         routing.reduce()
+
+
+def test_without_a_probe(tower):
+    routing = record(tower, batches(2), probe_tokens=0)
+    assert routing.tallies["crowded"].probe().shape == (0, 4)
+    assert math.isnan(record(tower, batches(2), previous=routing).summary()["crowded"]["fluctuation"])
+
+
+def test_every_measure_is_explained_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "measures.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(MEASURES)
 
 
 def test_table_shows_what_has_a_meaning(tower):

@@ -194,5 +194,5 @@ def test_tinted_patches_have_the_colour_of_their_expert():
 
 def test_tiles_carry_their_pixels():
     text = tiles([(tinted(np.ones((4, 4)), np.zeros((2, 2), dtype=int), ["#ff0000"]), 'a "tile"')])
-    assert 'src="data:image/png;base64,' in text
+    assert 'src="data:image/jpeg;base64,' in text
     assert 'alt="a &quot;tile&quot;"' in text

@@ -71,7 +71,7 @@ def test_the_report_has_every_section_and_needs_nothing_else(printed, folder):
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert Headings(text).found == SECTIONS
     assert not re.search(r"https?:|<script|<link|@import|url\((?!#)", text)
-    assert text.count('<img src="data:image/png;base64,') == 2 * 2 * 10
+    assert text.count('<img src="data:image/jpeg;base64,') == 2 * 2 * 10
     assert text.count("<svg") == 2 + 4 + 2
     assert len(text) < 500_000
 

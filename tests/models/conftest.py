@@ -1,5 +1,6 @@
 import io
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def cifar():
 
     def read(split, chosen):
         data, bounds = pack[f"webp_{split}"], pack[f"off_{split}"]
-        pairs = list(zip(bounds, bounds[1:], strict=False))[chosen]
+        pairs = list(pairwise(bounds))[chosen]
         images = [np.asarray(Image.open(io.BytesIO(data[a:b].tobytes())).convert("RGB")) for a, b in pairs]
         pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
         return pixels, torch.from_numpy(pack[f"y_{split}"][chosen].astype(np.int64))

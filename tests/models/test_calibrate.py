@@ -127,7 +127,7 @@ class TestCalibrate:
         assert [block.mlp.router.threshold for block in ermoe.load(tmp_path).blocks[1::2]] == thresholds
 
     def test_fewest_drops_at_a_fixed_capacity(self):
-        """Against the slow twin: every threshold of a grid, each with its own offsets, measured by running the model."""
+        """Against the slow twin: thresholds of a grid, each with its own offsets, measured by running the model."""
         images = photographs(64, 64)
 
         def drop_rate(threshold):

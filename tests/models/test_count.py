@@ -94,7 +94,7 @@ class TestFormulas:
 def test_the_static_path_agrees_with_torchs_counter(name, monkeypatch):
     """A real forward pass of all experts has the operations of the count, E / K times those of experts, plus mixing."""
     dense, size = build(name)
-    sparse = ermoe.upcycle(dense, num_experts=4, top_k=1)
+    sparse = ermoe.upcycle(dense, num_experts=4, top_k=1).requires_grad_(False)
     flops = ermoe.count(sparse, size).flops
     monkeypatch.setattr("torch.backends.mha.get_fastpath_enabled", lambda: False)  # which the counter does not know
     with every_expert(sparse), FlopCounterMode(display=False) as counter:

@@ -9,7 +9,13 @@ import ermoe
 from ermoe.nn import DenseLinear, EigenLinear
 from models.backbones import ACCEPTED, apart, build, distance, outputs, photographs
 
-FAMILIES = ["test_vit", "test_vit2", "vit_giant_patch14_dinov2", "eva02_tiny_patch14_224", "vit_small_plus_patch16_dinov3"]
+FAMILIES = [
+    "test_vit",
+    "test_vit2",
+    "vit_giant_patch14_dinov2",
+    "eva02_tiny_patch14_224",
+    "vit_small_plus_patch16_dinov3",
+]
 FAMILIES += ["torchvision", "hugging face"]
 
 
@@ -79,6 +85,11 @@ class TestMerge:
         assert isinstance(merged.blocks[1].mlp.experts.up, EigenLinear)
         assert torch.equal(outputs(merged, photographs(64)), outputs(sparse, photographs(64)))
 
+    def test_bases_that_moved_are_still_spared_by_weight_decay(self):
+        merged = ermoe.merge(ermoe.upcycle(build("test_vit")[0]))
+        assert "blocks.1.mlp.router.score.basis" in merged.no_weight_decay()
+        assert "blocks.1.mlp.experts.up.U" not in merged.no_weight_decay()
+
     def test_it_saves_work(self):
         sparse = ermoe.upcycle(build("test_vit")[0])
         assert ermoe.count(ermoe.merge(sparse), 64).flops.experts < ermoe.count(sparse, 64).flops.experts
@@ -127,7 +138,7 @@ class TestFreeze:
         assert "blocks.1.mlp.phi" in ermoe.freeze(sparse, "router")
 
     def test_what_does_not_exist_is_named(self, sparse):
-        with pytest.raises(ValueError, match="'blocks.9.\\*' names no parameter"):
+        with pytest.raises(ValueError, match=r"'blocks\.9\.\*' names no parameter"):
             ermoe.freeze(sparse, "blocks.9.*")
 
 

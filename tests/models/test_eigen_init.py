@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import ermoe
-from ermoe.models.eigen_init import interleaved
+from ermoe.models.eigen_init import interleaved, svd
 from ermoe.models.families import timm_ffn
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.moments import Moments, collect
@@ -18,6 +18,21 @@ def test_every_expert_has_every_direction_once(num_experts, rank):
     order = interleaved(num_experts, rank)
     assert order.shape == (num_experts, rank)
     assert torch.equal(order.sort(dim=1).values, torch.arange(rank).expand(num_experts, -1))
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (9, 9), (1, 5)])
+@pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-9, 0.0])
+def test_decomposition_against_the_general_one(shape, smallest):
+    generator = torch.Generator().manual_seed(0)
+    left, s, right = torch.linalg.svd(torch.randn(shape, generator=generator).double(), full_matrices=False)
+    s = torch.cat([s[:-1], s[:1] * smallest]).sort(descending=True).values
+    weight = (left * s) @ right
+    U, found, V = svd(weight)
+    identity = torch.eye(min(shape)).double()
+    assert torch.allclose(found, s, atol=1e-7)
+    assert torch.allclose((U * found) @ V.mT, weight, atol=1e-7)
+    assert torch.allclose(U.mT @ U, identity, atol=1e-7)
+    assert torch.allclose(V.mT @ V, identity, atol=1e-7)
 
 
 def test_the_first_columns_are_the_experts_own_share():
@@ -45,8 +60,8 @@ def test_routing_subspaces_are_mutually_orthogonal_singular_directions(experts):
 def test_a_gated_network_routes_by_its_gate():
     dense, _ = build("vit_small_plus_patch16_dinov3")
     layer = ermoe.upcycle(dense, num_experts=4, experts="dense").blocks[1].mlp
-    left = torch.linalg.svd(dense.blocks[1].mlp.fc1_g.weight.T, full_matrices=False)[0]
-    assert abs(float(left[:, 1] @ layer.router.score.basis[1, :, 0])) > 0.999
+    left = torch.linalg.svd(dense.blocks[1].mlp.fc1_g.weight.detach().T, full_matrices=False)[0]
+    assert abs(float(left[:, 1] @ layer.router.score.basis.detach()[1, :, 0])) > 0.999
 
 
 @pytest.mark.parametrize("name", ["test_vit", "vit_giant_patch14_dinov2", "vit_small_plus_patch16_dinov3"])

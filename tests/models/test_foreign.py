@@ -39,7 +39,9 @@ class TestDialects:
     def test_torchvision_before_2022(self, torchvision_file, tmp_path):
         theirs, file = torchvision_file
         state = torch.load(file, weights_only=True)
-        old = {name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for name, t in state.items()}
+        old = {
+            name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for name, t in state.items()
+        }
         torch.save(old, tmp_path / "old.pth")
         ours = vit()
         ermoe.load_weights(ours, tmp_path / "old.pth")
@@ -97,7 +99,7 @@ class TestDialects:
 
 class TestSizes:
     def test_positions_are_resized_as_timm_resizes_them(self, torchvision_file):
-        theirs, file = torchvision_file
+        _, file = torchvision_file
         ours = vit(img_size=48)
         assert ermoe.load_weights(ours, file).resized == ("pos_embed",)
         same_size = vit()

@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, 
 
 def test_a_run_folder_below_a_file_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+    with pytest.raises(UserError, match="Not a directory; choose another place"):
         run(tmp_path / "file" / "run", recipe())
 
 

@@ -113,8 +113,8 @@ def tiles(images: Iterable[tuple[Image.Image, str]]) -> Markup:
 
 def _data_uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    image.save(buffer, format="JPEG", quality=90, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def svg(drawing: Figure, description: str) -> Markup:

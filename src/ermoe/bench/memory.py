@@ -16,8 +16,8 @@ Build = Callable[..., Callable[[], object]]
 def peak_megabytes(build: Build, *arguments: Any) -> float:
     """Peak growth of the resident set while the callable made by ``build(*arguments)`` runs. Linux only.
 
-    ``build`` runs in a fresh process, so it must be importable there. What it allocates itself (the parameters) and what
-    libraries set aside at the first run are not counted.
+    ``build`` runs in a fresh process, so it must be importable there. What it allocates itself (the parameters) and
+    what libraries set aside at the first run are not counted.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)

@@ -24,10 +24,10 @@ class Train:
     Several processes: torchrun --nproc-per-node=N -m ermoe image train …, or srun. Options left out are the preset's.
     """
 
-    preset: Annotated[str, _Word]
+    preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
     """paper-ermoe, or b16-METHOD, cifar-METHOD, cifar17-METHOD, digits-METHOD with METHOD one of ermoe, ermoe-mean,
     ermoe-none, v-moe, gate, gate-loss-free, soft, expert-choice, base, cosine, dense."""
-    data: Annotated[str, _Word]
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
     run: Path | None = None
     """The run folder; runs/PRESET-SEED by default."""
@@ -112,9 +112,9 @@ class Train:
 class Evaluate:
     """Accuracy, loss and routing of a model on the test split of a data set."""
 
-    model: Annotated[str, _Word]
+    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
-    data: Annotated[str, _Word]
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
     batch_size: int = 100
     workers: int = 2
@@ -150,9 +150,9 @@ class Evaluate:
 class Probe:
     """Few-shot linear probes of frozen features, in both readings of "n-shot", with 95 % intervals over draws."""
 
-    model: Annotated[str, _Word]
+    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
-    data: Annotated[str, _Word]
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
     shots: tuple[int, ...] = (5, 10)
     """Images of each class, and epochs of the linear head."""
@@ -205,7 +205,7 @@ class Probe:
 class Predict:
     """The most probable classes of image files."""
 
-    model: Annotated[str, _Word]
+    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     images: Annotated[tuple[str, ...], _Word]
     """Image files."""
@@ -230,7 +230,7 @@ class Predict:
 class Check:
     """Read every image of a data set once: unreadable files, images a class, images in both splits."""
 
-    data: Annotated[str, _Word]
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
 
     def __call__(self, console: Console) -> None:

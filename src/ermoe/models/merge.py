@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from ermoe.models.sparsity import Sparsity, mark_sparse
 from ermoe.nn import DenseLinear, EigenLinear, MoE, Score, TopKRouter
 
 
@@ -32,9 +32,9 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, MoE):
             merge_layer(layer)
-    sparsity: Any = getattr(model, "sparsity", None)
-    if sparsity is not None:
-        model.sparsity = replace(sparsity, merged=True)
+    sparsity = getattr(model, "sparsity", None)
+    if isinstance(sparsity, Sparsity):
+        mark_sparse(model, replace(sparsity, merged=True))
     return model
 
 

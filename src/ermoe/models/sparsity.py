@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import CONTEXT_SOURCES
+from ermoe.nn import no_weight_decay
 from ermoe.nn.registry import build_layer, options_of
 
 
@@ -78,6 +80,14 @@ def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
         f"blocks={blocks!r}: use 'every-n', 'last-n', 'last-n-odd', 'all' or a list of indices; "
         f"this model has {depth} blocks"
     )
+
+
+def mark_sparse(model: Any, sparsity: Sparsity) -> None:
+    """Lets a model say how it is sparse, and tells timm's optimisers which of its parameters not to decay."""
+    model.sparsity = sparsity
+    if hasattr(model, "no_weight_decay"):
+        names = frozenset(type(model).no_weight_decay(model)) | no_weight_decay(model)
+        model.no_weight_decay = partial(set, names)  # the names, not the model: a cycle would delay its release
 
 
 def sparsity_of(model: nn.Module) -> Sparsity:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from ermoe.models.eigen_init import fill_from_dense, output_error
 from ermoe.models.families import Family, family_of
 from ermoe.models.moments import Moments, collect
 from ermoe.models.sparse_block import SparseBlock, needs_context, sparsify
-from ermoe.models.sparsity import Sparsity, choose_blocks
-from ermoe.nn import MoE, no_weight_decay
+from ermoe.models.sparsity import Sparsity, choose_blocks, mark_sparse
+from ermoe.nn import MoE
 from ermoe.nn.registry import options_of
 
 _log = logging.getLogger("ermoe")
@@ -149,17 +148,6 @@ def start_router(layer: Any, generator: torch.Generator | None) -> None:
     """Initialises all of a layer but its experts; for Soft MoE, which has no router, everything."""
     initialise = layer.router.reset_parameters if isinstance(layer, MoE) else layer.reset_parameters
     initialise(generator)
-
-
-def mark_sparse(model: Any, sparsity: Sparsity) -> None:
-    """Lets a model say how it is sparse, and tells timm's optimisers which of its parameters not to decay."""
-    model.sparsity = sparsity
-    if hasattr(model, "no_weight_decay"):
-        model.no_weight_decay = partial(_no_weight_decay, model)  # a partial, so that copies ask the copy
-
-
-def _no_weight_decay(model: Any) -> set[str]:
-    return set(type(model).no_weight_decay(model)) | no_weight_decay(model)
 
 
 def _report(model: Any, errors: dict[str, float], *, measured: bool) -> None:

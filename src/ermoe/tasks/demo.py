@@ -178,7 +178,8 @@ def run(budget: Budget, on_step: Callable[[int, int], None] = lambda done, total
     """Trains all contenders and puts them to the test; ``on_step(done, total)`` is called after every step."""
     train, test = digits()
     num_steps = budget.steps(len(train))
-    with _one_thread():
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(budget.seed)  # V-MoE adds noise to its gates
         group = contenders(budget, num_steps)
         last_epoch = 0
         for done, (epoch, image, label) in enumerate(batches(train, budget), start=1):

@@ -25,7 +25,7 @@ from ermoe.tasks.demo import GRID, NUM_EXPERTS, Budget, Result, standardised
 
 HEADER = ["model", "accuracy", "load CV²", "fallback", "parameters", "active", "step time"]
 COLOURS = {"learned gate": "#d97706", "V-MoE": "#8b5fbf", "ERMoE": plots.ACCENT}
-_STROKE = 0.85  # how dark the ink of a digit is drawn
+_STROKE = 0.75  # how dark the ink of a digit is drawn
 
 
 def rows(results: list[Result]) -> list[list[str]]:
@@ -77,8 +77,8 @@ def demo_page(results: list[Result], budget: Budget) -> Page:
     )
     page.section(
         "How evenly the experts work",
-        "Experts sorted by usage. A flat line at 1 means that all have equal work. V-MoE pays for its balance with two "
-        "auxiliary losses; ERMoE has none.",
+        "Experts sorted by usage. A flat line at 1 means that all have equal work. V-MoE balances with two auxiliary "
+        "losses, ERMoE with offsets that follow the load, without any loss.",
         [grid(_load_panels(routed))],
     )
     page.section(

@@ -55,11 +55,21 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         yield Processes(device=own)
         return
     os.environ.update(environment)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    _meet("nccl" if kind == "cuda" else "gloo")
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), own)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str) -> None:
+    """Starts the process group, apart from earlier lives of a run that torchrun restarted.
+
+    torchrun may keep one store over restarts, where a process would find the addresses of its dead predecessors.
+    """
+    store, rank, num_processes = next(dist.rendezvous("env://"))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(backend, store=dist.PrefixStore(f"life-{life}", store), rank=rank, world_size=num_processes)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import ermoe
-from ermoe.nn import Experts, MoE
-from ermoe.nn.registry import LAYERS, build_layer, options_of
+from ermoe.nn import Experts, MoE, Router, Routing
+from ermoe.nn.registry import LAYERS, build_layer, options_of, routed_by
 from nn.rivals.cases import CASES, DIM, EXPERTS, HIDDEN, IDS, VARIANTS, build, inputs, is_per_token, without_noise
 
 every_router = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -274,6 +274,31 @@ def test_ablations_of_the_paper_are_options():
     dense = build_layer("eigen", DIM, HIDDEN, num_experts=EXPERTS, experts="dense")
     assert dense.router.score.basis is not None
     assert dense.experts.token_basis is None
+
+
+class RoundRobinRouter(Router):
+    """Token t goes to expert (t + first) mod E."""
+
+    def __init__(self, dim, *, num_experts=8, first=0, generator=None, device=None, dtype=None):
+        super().__init__()
+        self.num_experts, self.first = num_experts, first
+
+    def forward(self, x_GSD, context_GSD=None, mask_GS=None, basis_EDR=None):
+        num_tokens = x_GSD.shape[0] * x_GSD.shape[1]
+        expert_T1 = (torch.arange(num_tokens).unsqueeze(1) + self.first) % self.num_experts
+        kept_T1 = None if mask_GS is None else mask_GS.reshape(-1, 1)
+        return Routing.from_choice(expert_T1, torch.ones(num_tokens, 1), num_experts=self.num_experts, kept_TK=kept_T1)
+
+
+def test_adding_a_router_is_a_class_and_a_line(monkeypatch):
+    monkeypatch.setitem(LAYERS, "round-robin", routed_by(RoundRobinRouter))
+    layer = build_layer("round-robin", DIM, num_experts=EXPERTS, first=1, experts="eigen", gated=True)
+    x, _ = inputs()
+    assert layer.route(x).expert_TK[:4, 0].tolist() == [1, 2, 3, 0]
+    mask = (torch.arange(12) < 9).expand(4, -1)
+    assert not layer(x, mask=mask)[:, 9:].any()
+    with pytest.raises(ValueError, match="has no option second: it has first, num_experts, "):
+        build_layer("round-robin", DIM, second=2)
 
 
 def test_unknown_names_and_options_are_refused():

@@ -156,7 +156,7 @@ class VMoERouter(RouterWithLoss):
         return self.batch_priority == "always" or (self.batch_priority == "eval" and not self.training)
 
     def loss(self, clean_GSE: Tensor, noisy_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
-        """The weighted sum of the losses, meaned over groups; a loss of weight 0 is not computed."""
+        """The weighted sum of the losses, averaged over groups; a loss of weight 0 is not computed."""
         importance_weight, load_weight, gshard_weight = self.loss_weights
         loss_G = clean_GSE.new_zeros(clean_GSE.shape[0])
         if importance_weight:

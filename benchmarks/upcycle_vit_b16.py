@@ -1,0 +1,99 @@
+"""How long upcycling a ViT-B/16 takes, and how much memory it needs beside the two models.
+
+    python benchmarks/upcycle_vit_b16.py
+
+Writes benchmarks/results/upcycle_vit_b16.json. The memory is that of the process, sampled while the conversion runs in
+place; what counts is by how much its peak exceeds the larger of the memory before and after.
+"""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import timm
+import torch
+
+import ermoe
+from ermoe.bench.record import commit, machine, versions
+from ermoe.files import replacing
+
+THREADS = 1
+RESULT = Path(__file__).parent / "results" / "upcycle_vit_b16.json"
+
+
+class PeakMemory(threading.Thread):
+    """Samples the resident memory of this process until stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = resident_megabytes()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.005):
+            self.peak = max(self.peak, resident_megabytes())
+
+    def stop(self) -> float:
+        self._stopped.set()
+        self.join()
+        return self.peak
+
+
+def resident_megabytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def megabytes(model: torch.nn.Module) -> float:
+    return sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6
+
+
+def measure(**options: object) -> dict[str, float]:
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_base_patch16_224").eval()
+    images = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        expected = dense(images)
+    memory = PeakMemory()
+    memory.start()
+    start = time.perf_counter()
+    sparse = ermoe.upcycle(dense, num_experts=8, top_k=2, inplace=True, **options)
+    seconds = time.perf_counter() - start
+    peak, after = memory.stop(), resident_megabytes()
+    with torch.no_grad():
+        difference = (sparse(images) - expected).abs().max() / expected.std()
+    return {
+        "seconds": round(seconds, 2),
+        "relative_difference": float(difference),
+        "megabytes_before": round(memory.before),
+        "megabytes_after": round(after),
+        "megabytes_peak": round(peak),
+        "megabytes_peak_beyond_both": round(peak - max(memory.before, after)),
+        "megabytes_of_one_expert_layer": round(megabytes(sparse.blocks[1].mlp)),
+        "parameters": sum(p.numel() for p in sparse.parameters()),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    rows = {
+        "eigen, full rank": measure(),
+        "dense experts": measure(experts="dense"),
+        "eigen, rank 504": measure(rank=504),
+    }
+    record = {
+        "command": "python benchmarks/upcycle_vit_b16.py",
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "threads": THREADS,
+        "results": rows,
+    }
+    with replacing(RESULT) as draft:
+        draft.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
