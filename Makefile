@@ -11,7 +11,7 @@ BIN = .venv/bin
 help:
 	@echo "ermoe: mixtures of experts that route by their own eigenbasis"
 	@echo
-	@echo "  make demo     start here: train three small ViTs on digits, compare them, write runs/demo/report.html"
+	@echo "  make demo     start here: train four small ViTs on digits, compare them, write runs/demo/report.html"
 	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
 	@echo "  make bench    time the layer beside its peers"

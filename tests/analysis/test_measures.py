@@ -1,17 +1,13 @@
 """Measures against cases computed by hand, their limits, and loops on random inputs."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from analysis import slow_measures as slow
 from ermoe.analysis import measures
 from ermoe.nn.basis import random_basis
-
-sys.path.insert(0, str(Path(__file__).parent))
-import slow_measures as slow
 
 
 @pytest.fixture

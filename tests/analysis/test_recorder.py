@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ermoe
+from analysis import slow_measures as slow
 from ermoe.analysis import MEASURES, moe_layers
 from ermoe.analysis.tally import NUM_BINS, Tally
 from ermoe.errors import UserError
 from ermoe.nn import EigenMoE, Routing
 from ermoe.nn.registry import LAYERS, build_layer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import slow_measures as slow
 
 
 class Tower(nn.Module):

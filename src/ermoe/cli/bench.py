@@ -18,10 +18,11 @@ class Bench:
     `layer` compares one feed-forward layer of ViT-B with the floor (the plain matrix products that the chosen experts
     need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
     (`pip install "ermoe[bench]"`). `routing` is the cost of deciding, `scaling` the growth with experts, tokens, k and
-    rank, `model` whole networks. Close other programs first: medians forgive a busy minute, not a busy hour.
+    rank, `model` whole networks, `data` whether images arrive as fast as they are used. Close other programs first:
+    medians forgive a busy minute, not a busy hour.
     """
 
-    what: Annotated[Literal["layer", "routing", "scaling", "model", "all"], tyro.conf.Positional] = "layer"
+    what: Annotated[Literal["layer", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = "layer"
     """Which benchmark to run."""
     rounds: int = 15
     """Rounds in which every candidate runs once."""
@@ -31,6 +32,8 @@ class Bench:
     """Kinds of routing for `layer`."""
     images: int = 8
     """Images in a batch."""
+    data: Path | None = None
+    """CIFAR folder for `data`; without it, generated images of the same size."""
     memory: bool = True
     """Also measure peak memory, each candidate in a process of its own."""
     out: Path = Path("runs/bench")
@@ -46,7 +49,7 @@ def run(argv: list[str]) -> None:
     options = tyro.cli(Bench, args=argv, prog="ermoe bench")
     from rich.console import Console
 
-    from ermoe.bench import layer, model, routing, scaling
+    from ermoe.bench import data, layer, model, routing, scaling
     from ermoe.bench.peers import Shape
     from ermoe.bench.record import save, show
 
@@ -62,6 +65,7 @@ def run(argv: list[str]) -> None:
         "routing": lambda: routing.run(shape, rounds=options.rounds, threads=threads),
         "scaling": lambda: scaling.run(shape, rounds=options.rounds, threads=threads),
         "model": lambda: model.run(images=options.images, rounds=options.rounds, threads=threads),
+        "data": lambda: data.run(options.data, rounds=options.rounds, threads=threads),
     }
     console = Console()
     for name in benchmarks if options.what == "all" else [options.what]:

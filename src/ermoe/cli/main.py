@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
     "info": ("ermoe.cli.info", "what a model costs, part by part, beside what the paper prints"),
     "export": ("ermoe.cli.export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
+    "bench": ("ermoe.cli.bench", "time the layer and whole models beside their peers, as ratios in one run"),
 }
 """Name → (module, what it does in one line)."""
 
