@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ermoe.models.merge import merge
     from ermoe.models.presets import preset
     from ermoe.models.upcycle import upcycle
+    from ermoe.models.vit3d import ViT3D
     from ermoe.models.weights.foreign import load_weights
     from ermoe.nn import EigenMoE, MoE, Routing, no_weight_decay, orthogonality_loss, retract, update_balance
     from ermoe.nn.registry import build_layer
@@ -31,6 +32,7 @@ _HOME = {
     "EigenMoE": "ermoe.nn",
     "MoE": "ermoe.nn",
     "Routing": "ermoe.nn",
+    "ViT3D": "ermoe.models.vit3d",
     "auxiliary_loss": "ermoe.nn.rivals.losses",
     "build_layer": "ermoe.nn.registry",
     "calibrate": "ermoe.models.calibrate",
@@ -57,6 +59,7 @@ __all__ = [
     "EigenMoE",
     "MoE",
     "Routing",
+    "ViT3D",
     "auxiliary_loss",
     "build_layer",
     "calibrate",

@@ -21,6 +21,12 @@ def test_info_of_a_small_preset(capsys):
     assert "21.7 M" in capsys.readouterr().out
 
 
+def test_info_of_a_saved_model(tmp_path, capsys):
+    ermoe.save(ermoe.upcycle(timm.create_model("test_vit"), num_experts=2), tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    assert "0.5 M" in capsys.readouterr().out
+
+
 def test_info_of_nothing(capsys):
     assert main(["info", "paper-z16"]) == 2
     assert "there is no preset 'paper-z16'" in capsys.readouterr().err

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from timm.layers import Mlp
 
 import ermoe
 from ermoe.nn import DenseLinear, EigenLinear
-from models.backbones import ACCEPTED, apart, build, distance, outputs, photographs
+from models.backbones import ACCEPTED, apart, build, distance, outputs, perturb, photographs
 
 FAMILIES = [
     "test_vit",
@@ -46,6 +47,16 @@ class TestToDense:
         again = ermoe.to_dense(ermoe.upcycle(dense), inplace=True)
         assert vars(again).keys() == vars(dense).keys()
         assert vars(again.blocks[1]).keys() == vars(dense.blocks[1]).keys()
+
+    def test_a_bias_without_a_place_in_the_dense_network(self):
+        dense, size = build("test_vit")
+        dense.blocks[1].mlp = perturb(Mlp(64, 192, bias=(False, True))).eval()
+        sparse = ermoe.upcycle(dense, num_experts=4)
+        assert distance(outputs(ermoe.to_dense(sparse), photographs(size)), outputs(dense, photographs(size))) < 1e-4
+        with torch.no_grad():
+            sparse.blocks[1].mlp.experts.up.bias += 1
+        with pytest.raises(ValueError, match="learned a bias where the dense network has none"):
+            ermoe.to_dense(sparse)
 
     def test_experts_that_differ_are_refused(self):
         sparse = ermoe.upcycle(build("test_vit")[0])

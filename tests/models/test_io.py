@@ -131,6 +131,12 @@ class TestWhatCannotBeWritten:
             ermoe.save(model, tmp_path)
         assert os.listdir(tmp_path) == []
 
+    def test_an_option_that_is_no_plain_value(self, tmp_path):
+        sparse = ermoe.upcycle(build("test_vit")[0], router="v-moe", noise_generator=torch.Generator())
+        with pytest.raises(ValueError, match=r"cannot be written to config\.json"):
+            ermoe.save(sparse, tmp_path)
+        assert os.listdir(tmp_path) == []
+
     def test_a_file_where_the_folder_should_be(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(ValueError, match="is a file: name a folder"):

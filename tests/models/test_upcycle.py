@@ -16,7 +16,7 @@ from ermoe.models.families import family_of
 from ermoe.models.sparse_block import SparseBlock
 from ermoe.models.sparsity import choose_blocks
 from ermoe.nn import EigenLinear, MoE
-from models.backbones import ACCEPTED, REFUSED, build, distance, outputs, perturb, photographs
+from models.backbones import ACCEPTED, REFUSED, TIMM, build, distance, outputs, perturb, photographs
 
 FAMILIES = [*ACCEPTED, "torchvision", "hugging face"]
 
@@ -74,6 +74,14 @@ class TestParity:
         assert {p.dtype for p in sparse.parameters()} == {torch.bfloat16}
         images = photographs(64).bfloat16()
         assert distance(outputs(sparse, images).float(), outputs(dense, images).float()) < 0.2
+
+    def test_hugging_face_without_a_head(self):
+        dense, size = build("hugging face")
+        sparse = ermoe.upcycle(dense.vit, num_experts=4)
+        with torch.no_grad():
+            before, after = (model(photographs(size)).last_hidden_state for model in (dense.vit, sparse))
+        assert distance(after, before) <= 1e-4
+        assert sparse.layers[1].mlp.experts.num_experts == 4
 
 
 class TestStructure:
@@ -226,6 +234,58 @@ class TestContext:
         assert distance(logits[0], logits[1]) < 1e-4
 
 
+class TestFormsOfAttention:
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("test_vit", {"qk_norm": True, "scale_attn_norm": True}),
+            ("test_vit", {"qkv_bias": False}),
+            ("eva02_tiny_patch14_224", {"qkv_fused": False}),
+            ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}),
+            ("eva02_tiny_patch14_224", {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 2}),
+            ("eva02_tiny_patch14_224", {"attn_type": "rope", "qk_norm": True, "scale_attn_inner": True}),
+        ],
+    )
+    @pytest.mark.parametrize("score", ["eigenbasis", "prototype"])
+    def test_outputs_stay(self, name, options, score):
+        small, size = TIMM[name]
+        dense = perturb(timm.create_model(name, **small, **options)).eval()
+        sparse = ermoe.upcycle(dense, num_experts=4, score=score)
+        assert distance(outputs(sparse, photographs(size)), outputs(dense, photographs(size))) <= 1e-4
+
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_gates_on_attention(self, gated):
+        """timm can gate the output of attention; no registered architecture of these families does yet."""
+        dense, size = build("test_vit")
+        for block in dense.blocks:
+            block.attn.gate = perturb(nn.Linear(64, 64), scale=0.5) if gated else None
+        sparse = ermoe.upcycle(dense, num_experts=4)
+        assert distance(outputs(sparse, photographs(size)), outputs(dense, photographs(size))) <= 1e-4
+
+    def test_causal_masks_with_rotary_positions(self):
+        dense, _ = build("eva02_tiny_patch14_224")
+        sparse = ermoe.upcycle(dense, num_experts=4, blocks=[1])
+        x = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(0))
+        rope = dense.rope.get_embed()
+        with torch.no_grad():
+            expected = dense.blocks[1](x, rope=rope, is_causal=True)
+            assert torch.allclose(sparse.blocks[1](x, rope=rope, is_causal=True), expected, atol=1e-5)
+
+    def test_hugging_face_masks(self):
+        dense, size = build("hugging face")
+        sparse = ermoe.upcycle(dense.vit, num_experts=4)
+        mask = torch.ones(8, 17, dtype=torch.long)
+        mask[:, 12:] = 0
+        with torch.no_grad():
+            before, after = (m(photographs(size), attention_mask=mask).last_hidden_state for m in (dense.vit, sparse))
+        assert distance(after, before) <= 1e-4
+        block = sparse.layers[1]
+        x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+        real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        with torch.no_grad():
+            assert torch.equal(block(x, real), block(x, real.bool()[:, None, None, :]))
+
+
 class TestRouters:
     @pytest.mark.parametrize("router", ["v-moe", "expert-choice", "soft", "base", "loss-free", "cosine", "logit"])
     def test_one_word_changes_the_method(self, dense, router):
@@ -235,9 +295,12 @@ class TestRouters:
         assert torch.equal(up.W[0], dense.blocks[1].mlp.fc1.weight.T)
         assert torch.equal(up.W[3], up.W[0])
 
-    def test_soft_moe_gets_as_many_slots_as_tokens(self, dense):
-        layer = ermoe.upcycle(dense, num_experts=4, router="soft").blocks[1].mlp
+    @pytest.mark.parametrize("name", ["test_vit", "eva02_tiny_patch14_224", "torchvision", "hugging face"])
+    def test_soft_moe_gets_as_many_slots_as_tokens(self, name):
+        sparse = ermoe.upcycle(build(name)[0], num_experts=4, router="soft")
+        layer = family_of(sparse).blocks(sparse)[1][1].mlp
         assert layer.slots_per_expert * 4 == pytest.approx(17, abs=2)
+        assert outputs(sparse, photographs(build(name)[1])).isfinite().all()
 
     def test_baselines_may_have_eigen_experts(self, dense):
         sparse = ermoe.upcycle(dense, num_experts=4, router="v-moe", experts="eigen")
@@ -315,6 +378,33 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"blocks\.1 cannot.*DiffAttention has no attention weights.*prototype"):
             ermoe.upcycle(model)
         assert ermoe.upcycle(model, score="prototype").sparsity.blocks == (1, 3, 5)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda mlp: setattr(mlp, "norm", nn.LayerNorm(192)), "inner norm"),
+            (lambda mlp: setattr(mlp, "act", nn.PReLU()), "activation PReLU has parameters"),
+            (lambda mlp: setattr(mlp.drop2, "p", 0.3), "two different dropout rates"),
+            (lambda mlp: setattr(mlp, "fc2", nn.Conv2d(192, 64, 1)), "convolutions"),
+            (lambda mlp: setattr(mlp, "__class__", nn.Module), "is a Module"),
+        ],
+    )
+    def test_networks_that_experts_cannot_be_are_named(self, dense, change, reason):
+        change(dense.blocks[3].mlp)
+        with pytest.raises(ValueError, match=rf"blocks\.3 cannot be made sparse: its.*{reason}"):
+            ermoe.upcycle(dense)
+
+    @pytest.mark.parametrize("name", ["torchvision", "hugging face", "eva02_tiny_patch14_224"])
+    def test_parts_exchanged_by_hand_are_named(self, name):
+        for part in ("mlp", "block"):
+            dense, _ = build(name)
+            block_name, block = family_of(dense).blocks(dense)[1]
+            if part == "mlp":
+                block.mlp = nn.Identity()
+            else:
+                block.__class__ = type("Mine", (type(block),), {})
+            with pytest.raises(ValueError, match=f"{block_name} cannot be made sparse: it"):
+                ermoe.upcycle(dense)
 
     def test_weights_that_are_no_numbers_are_named(self, dense):
         with torch.no_grad():

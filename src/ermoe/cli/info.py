@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -16,34 +17,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Parameters and multiply-adds per image of a preset, by part, beside the paper's figures.
+    """Parameters and multiply-adds per image of a model, by part, beside the paper's figures.
 
     Presets: paper-b16, parity-b16, dense-experts-b16, v-moe-b16, vit-b16, small-s16, tiny-ti16. Nothing is downloaded
     and no weights are made.
     """
 
-    preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")]
-    """Which model."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|FOLDER")]
+    """A preset, or a folder that ermoe.save wrote."""
 
 
 def run(argv: list[str]) -> None:
     """Prints the tables."""
     options = tyro.cli(Options, prog="ermoe info", args=argv)
+    if Path(options.model).is_dir():
+        _show_folder(options.model)
+    else:
+        _show_preset(options.model)
+
+
+def _show_preset(name: str) -> None:
     from rich.console import Console
 
     from ermoe.models import costs
     from ermoe.models.presets import PRESETS, preset
 
-    chosen = preset(options.preset)
+    chosen = preset(name)
     console = Console()
-    purpose = " ".join((PRESETS[options.preset].__doc__ or "").split())
-    console.print(f"[bold]{options.preset}[/bold]: {purpose}")
+    console.print(f"[bold]{name}[/bold]: {' '.join((PRESETS[name].__doc__ or '').split())}")
     counted = costs.count_preset(chosen)
-    console.print(_sizes(options.preset, counted))
+    console.print(_sizes(name, counted))
     console.print(_parts(counted))
     console.print(_ways(costs.three_ways(chosen)))
-    if options.preset in costs.PAPER:
+    if name in costs.PAPER:
         console.print(costs.WHAT_DOES_NOT_FIT)
+
+
+def _show_folder(folder: str) -> None:
+    from rich.console import Console
+
+    from ermoe.models.count import count
+    from ermoe.models.families import family_of
+    from ermoe.models.io import weightless
+
+    model = weightless(folder)
+    counted = count(model, family_of(model).image_size(model))
+    console = Console()
+    console.print(_sizes(folder, counted))
+    console.print(_parts(counted))
 
 
 def _sizes(name: str, counted: Count) -> Table:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ermoe.errors import UserError
+
 
 @dataclass(slots=True)
 class Linear:
@@ -34,7 +36,9 @@ class Linear:
         if self.b is not None:
             self.b.copy_(torch.zeros_like(self.b) if bias is None else bias)
         elif bias is not None and bool(bias.any()):
-            raise ValueError("the dense network has no bias to hold the experts' bias, which is not zero")
+            raise UserError(
+                "the experts have learned a bias where the dense network has none: it cannot be dense again"
+            )
 
 
 @dataclass(slots=True)

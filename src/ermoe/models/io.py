@@ -50,6 +50,12 @@ def load(source: str | os.PathLike[str], *, device: torch.device | str = "cpu") 
     return model.to(device)
 
 
+def weightless(source: str | os.PathLike[str]) -> nn.Module:
+    """The model that `save` wrote, on the meta device: its shape without its weights."""
+    folder = _folder(source)
+    return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
+
+
 def _config(model: Any) -> dict[str, Any]:
     """What `ermoe.load` needs, beside what timm needs for ``local-dir:``."""
     description = describe(model)
@@ -124,9 +130,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _rebuild(config: dict[str, Any], path: Path) -> nn.Module:
+def _rebuild(config: dict[str, Any], path: Path, *, device: str = "cpu") -> nn.Module:
     try:
-        return rebuild(config["ermoe"]).to(getattr(torch, config["dtype"]))
+        return rebuild(config["ermoe"], device=device).to(getattr(torch, config["dtype"]))
     except UserError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,9 @@ class Sparsity:
 
     def as_options(self) -> dict[str, Any]:
         """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
-        options = asdict(self)
-        del options["merged"]
-        return {**options.pop("layer_options"), **options, "blocks": list(self.blocks)}
+        names = {option.name for option in fields(self)} - {"merged", "layer_options"}
+        own = {name: getattr(self, name) for name in sorted(names)}
+        return {**self.layer_options, **own, "blocks": list(self.blocks)}
 
 
 def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
