@@ -21,7 +21,7 @@ def sparse():
     from models.backbones import perturb
 
     torch.manual_seed(0)
-    dense = perturb(timm.create_model("test_vit", num_classes=10, img_size=64, depth=2)).eval()
+    dense = perturb(timm.create_model("test_vit", num_classes=10, img_size=64, depth=2, global_pool="avg")).eval()
     return apart(ermoe.upcycle(dense, num_experts=4), scale=0.1)
 
 
