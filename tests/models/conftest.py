@@ -47,7 +47,7 @@ def trained_vit(cifar):
     model = timm.create_model("vit_tiny_patch16_224", **small).train()
     images, labels = cifar("train", slice(0, 2560))
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(120):
+    for step in range(80):
         rows = torch.randint(0, len(images), (64,), generator=torch.Generator().manual_seed(step))
         loss = F.cross_entropy(model(images[rows]), labels[rows])
         optimiser.zero_grad()

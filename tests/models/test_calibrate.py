@@ -113,6 +113,14 @@ class TestCalibrate:
         assert worst[1] < worst[0]
         assert worst[1] < 0.01
 
+    def test_the_mean_stays_the_mean(self):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, balance="mean")
+        images = photographs(64)
+        ermoe.calibrate(sparse, [images])
+        for name, seen in routings(sparse, images).items():
+            mean = torch.cat([r.score_TE for r in seen]).mean(0)
+            assert torch.allclose(sparse.get_submodule(name).router.balance.offset_E, -mean, atol=1e-5)
+
     def test_a_small_sample_does(self):
         sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4)
         report = ermoe.calibrate(sparse, [photographs(64, 64)], max_tokens=500)

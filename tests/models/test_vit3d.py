@@ -123,7 +123,7 @@ class TestSparse:
         with torch.no_grad():
             assert torch.equal(ermoe.load(tmp_path).eval()(x), sparse(x))
             assert distance(ermoe.merge(sparse)(x), sparse(x)) < 1e-4
-        flops = ermoe.count(sparse, (12, 8, 8), channels=2).flops
+        flops = ermoe.count(sparse).flops
         assert flops.embedding == 2 * 12 * 2 * 4**3 * 48
         assert flops.context == 2 * 2 * 13**2 * 48
 

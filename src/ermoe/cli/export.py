@@ -43,14 +43,12 @@ def run(argv: list[str]) -> None:
     options = tyro.cli(Options, prog="ermoe export", args=argv)
     out = _target(options)
     from ermoe.models.export import export
-    from ermoe.models.families import family_of
     from ermoe.models.io import load
 
-    model = load(options.model)
     exported = export(
-        model,
+        load(options.model),
         out,
-        image_size=options.image_size or family_of(model).image_size(model),
+        image_size=options.image_size,
         path=options.path,
         capacity_factor=options.capacity_factor,
         dynamic_batch=not options.fixed_batch,

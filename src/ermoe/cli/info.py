@@ -57,11 +57,9 @@ def _show_folder(folder: str) -> None:
     from rich.console import Console
 
     from ermoe.models.count import count
-    from ermoe.models.families import family_of
     from ermoe.models.io import weightless
 
-    model = weightless(folder)
-    counted = count(model, family_of(model).image_size(model))
+    counted = count(weightless(folder))
     console = Console()
     console.print(_sizes(folder, counted))
     console.print(_parts(counted))

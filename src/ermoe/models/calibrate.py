@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ermoe.errors import UserError
 from ermoe.models.batches import run
 from ermoe.models.equal_load import equal_load_offsets
-from ermoe.nn import MoE, TopKRouter
+from ermoe.nn import MeanBalance, MoE, TopKRouter
 
 _MAX_THRESHOLD = 1 - 1e-6
 _CANDIDATES = 24
@@ -187,9 +187,15 @@ def _settle(router: TopKRouter, sample: _Sample, budget: float | None) -> Calibr
 def _set(router: TopKRouter, score_TE: Tensor, threshold: float) -> None:
     router.threshold = threshold
     if router.balance is not None:
-        prunes = router.below_threshold == "prune"
-        offset_E = equal_load_offsets(score_TE, router.top_k, threshold=threshold if prunes else None)
-        router.balance.offset_E.copy_(offset_E)
+        router.balance.offset_E.copy_(_offsets(router, score_TE))
+
+
+def _offsets(router: TopKRouter, score_TE: Tensor) -> Tensor:
+    if isinstance(router.balance, MeanBalance):  # balance="mean" promises the mean and not equal load
+        router.balance.num_updates.clamp_(min=1)
+        return -score_TE.mean(0)
+    threshold = router.threshold if router.below_threshold == "prune" else None
+    return equal_load_offsets(score_TE, router.top_k, threshold=threshold)
 
 
 def threshold_for_budget(score_TE: Tensor, top_k: int, budget: float) -> float:

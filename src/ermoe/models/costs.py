@@ -64,7 +64,7 @@ def multiply_adds(flops: float) -> str:
 
 def count_preset(preset: Preset) -> Count:
     """Counts a preset without building its weights."""
-    return count(preset.build(device="meta"), preset.image_size)
+    return count(preset.build(device="meta"))
 
 
 def three_ways(preset: Preset) -> list[Way]:
@@ -82,7 +82,7 @@ def three_ways(preset: Preset) -> list[Way]:
         "V-MoE": ("none", {"router": "v-moe"}),
     }
     return [
-        Way(name, parity, count_preset(Preset(preset.architecture, sparsity, preset.image_size, preset.args)))
+        Way(name, parity, count_preset(Preset(preset.architecture, sparsity, preset.args)))
         for name, (parity, sparsity) in options.items()
     ]
 

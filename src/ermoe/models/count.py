@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ermoe.models.families import family_of
 from ermoe.models.sparse_block import SparseBlock, needs_context
-from ermoe.models.static_path import every_expert, expert_layers
+from ermoe.models.static_path import every_expert, expert_layers, input_shape
 from ermoe.nn import Experts, MoE
 
 _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
@@ -56,16 +56,15 @@ class Count:
     flops: Flops
 
 
-def count(model: nn.Module, image_size: int | tuple[int, ...] = 224, *, channels: int = 3) -> Count:
-    """Counts a model, dense or sparse, for images of the given size.
+def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> Count:
+    """Counts a model, dense or sparse, for images of the given size; by default the model's own.
 
     >>> import timm
-    >>> counted = count(timm.create_model("vit_tiny_patch16_224"), 224)
+    >>> counted = count(timm.create_model("vit_tiny_patch16_224"))
     >>> counted.total_parameters, round(counted.flops.total / 2e9, 2)  # the second as multiply-adds
     (5717416, 1.25)
     """
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    flops, num_tokens = measure(model, (1, channels, *size))
+    flops, num_tokens = measure(model, (1, *input_shape(model, image_size)))
     part = asdict(Flops())
     for name, block in family_of(model).blocks(model):
         ffn = flops[f"{name}.mlp"]

@@ -26,7 +26,7 @@ from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.count import experts_per_token
 from ermoe.models.merge import merge
-from ermoe.models.static_path import every_expert, expert_layers
+from ermoe.models.static_path import every_expert, expert_layers, input_shape
 from ermoe.nn import MoE
 from ermoe.nn.capacity import places
 
@@ -46,8 +46,7 @@ def export(
     model: nn.Module,
     file: str | os.PathLike[str],
     *,
-    image_size: int | tuple[int, ...] = 224,
-    channels: int = 3,
+    image_size: int | tuple[int, ...] | None = None,
     path: str = "every-expert",
     capacity_factor: float = 1.25,
     dynamic_batch: bool = True,
@@ -55,7 +54,7 @@ def export(
     """Writes a model to ``file``, as ONNX if its name ends in .onnx and as a torch.export archive if in .pt2.
 
     Args:
-        image_size: of the images it will get; fixed in the file.
+        image_size: of the images it will get; by default the model's own; fixed in the file.
         path: "every-expert" (exact, E / K times the experts' work) or "capacity" (cheaper, drops some pairs).
         capacity_factor: f of the capacity path. Places for f = E / K would suffice for every token.
         dynamic_batch: whether the file takes any number of images at once, or one.
@@ -65,10 +64,8 @@ def export(
         raise UserError(f"{file}: the name decides the format, so end it in .onnx or .pt2")
     if path not in PATHS:
         raise UserError(f"path={path!r}: use 'every-expert' (exact) or 'capacity' (cheaper)")
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    reference = next(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2 if dynamic_batch else 1, channels, *size, generator=generator).to(reference)
+    shape = (2 if dynamic_batch else 1, *input_shape(model, image_size))
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()))
     program = to_program(model, images, path=path, capacity_factor=capacity_factor, dynamic_batch=dynamic_batch)
     with torch.no_grad():
         expected = _TensorOutput(model).eval()(images)

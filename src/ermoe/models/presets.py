@@ -20,7 +20,6 @@ class Preset:
 
     architecture: str
     sparsity: dict[str, Any] | None
-    image_size: int = 224
     args: dict[str, Any] = field(default_factory=dict)
 
     def build(

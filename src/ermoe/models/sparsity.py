@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,13 @@ def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 
 def mark_sparse(model: Any, sparsity: Sparsity) -> None:
-    """Lets a model say how it is sparse, and tells timm's optimisers which of its parameters not to decay."""
+    """Lets a model say how it is sparse, and tells timm's optimisers which of its parameters not to decay.
+
+    A model that became sparse block by block, always in the same way, is as one that became so at once.
+    """
+    before = getattr(model, "sparsity", sparsity)
+    if replace(before, blocks=sparsity.blocks, merged=sparsity.merged) == sparsity:
+        sparsity = replace(sparsity, blocks=tuple(sorted({*before.blocks, *sparsity.blocks})))
     model.sparsity = sparsity
     if hasattr(model, "no_weight_decay"):
         names = frozenset(type(model).no_weight_decay(model)) | no_weight_decay(model)

@@ -1,4 +1,4 @@
-"""Running a model along the path that has the same shapes whatever its tokens choose."""
+"""Shapes that do not depend on data: those of a model's images, and the path that is the same for all tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from ermoe.models.families import family_of
 from ermoe.nn import Experts
+
+
+def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
+    channels = next(m.in_channels for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
+    own = family_of(model).image_size(model)
+    if image_size is None:
+        return (channels, *own)
+    return (channels, *((image_size,) * len(own) if isinstance(image_size, int) else image_size))
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ermoe.models.moments import Moments, collect
 from ermoe.models.sparse_block import SparseBlock, needs_context, sparsify
 from ermoe.models.sparsity import Sparsity, choose_blocks, mark_sparse
 from ermoe.nn import MoE
-from ermoe.nn.registry import options_of
+from ermoe.nn.registry import LAYERS, options_of
 
 _log = logging.getLogger("ermoe")
 
@@ -75,6 +75,8 @@ def upcycle(
     if init not in INITS:
         raise UserError(f"init={init!r}: use 'dense' (experts start as the dense network) or 'random'")
     family = family_of(model)
+    if router not in LAYERS:
+        raise UserError(f"router={router!r}: use one of {', '.join(LAYERS)}")
     if "num_tokens" in options_of(router) and "slots_per_expert" not in layer_options:
         layer_options.setdefault("num_tokens", family.num_tokens(model))  # Soft MoE: as many slots as tokens
     sparsity = Sparsity(
@@ -112,12 +114,18 @@ def _check(family: Family, model: nn.Module, sparsity: Sparsity) -> None:
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
         reason = family.refusal(block)
-        if reason is None:
-            ffn = family.ffn(block)
-            layer = sparsity.layer_like(ffn)
-            reason = ffn.defect() or (family.no_context(block) if needs_context(layer) else None)
+        reason = _defect(family, block, sparsity) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
+
+
+def _defect(family: Family, block: nn.Module, sparsity: Sparsity) -> str | None:
+    ffn = family.ffn(block)
+    try:
+        layer = sparsity.layer_like(ffn)
+    except ValueError as problem:
+        return str(problem)
+    return ffn.defect() or (family.no_context(block) if needs_context(layer) else None)
 
 
 def _convert(

@@ -220,7 +220,7 @@ def examine(contender: Contender, test: Split) -> Result:
         with record_routing(model, classes=NUM_CLASSES) as routing:
             routing.labels(test.label)
             prediction = model(standardised(test.image)).argmax(-1)
-    size = count(model, SIDE, channels=1)
+    size = count(model, SIDE)
     return Result(
         name=contender.name,
         model=model,

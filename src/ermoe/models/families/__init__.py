@@ -65,13 +65,20 @@ def family_of(model: nn.Module) -> Family:
     """
     for base in type(model).__mro__:
         if base.__module__ in FAMILIES:
-            adapter: Any = import_module(FAMILIES[base.__module__])
-            return adapter
+            return _adapter(base.__module__)
     raise UserError(
         f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
         "Eva, a torchvision VisionTransformer, a Hugging Face ViT or ermoe's ViT3D, or put ermoe.EigenMoE into blocks "
         "of your own"
     )
+
+
+def _adapter(module: str) -> Any:
+    try:
+        return import_module(FAMILIES[module])
+    except ImportError as problem:
+        library = module.partition(".")[0]
+        raise UserError(f"this version of {library} is not one ermoe knows ({problem}): upgrade {library}") from problem
 
 
 def named_blocks(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
