@@ -1,6 +1,6 @@
 """A pretrained ViT made sparse: the same outputs, equal load without training, then saved, merged and exported.
 
-Run: python examples/upcycle_a_pretrained_vit.py (a minute on two cores; nothing is downloaded).
+Run: python examples/upcycle_a_pretrained_vit.py (half a minute; nothing is downloaded).
 """
 
 import tempfile

@@ -10,15 +10,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Models here are so small that a second thread costs more than it gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def cifar():
     """CIFAR-10 images and labels by split, a function of a slice: ``cifar("test", slice(0, 512))``."""

@@ -81,7 +81,7 @@ def test_compiled_with_widths_that_grouped_products_cannot_take():
 @pytest.mark.parametrize("options", OPTIONS, ids=ids)
 def test_built_on_the_meta_device(options):
     layer = EigenMoE(16, num_experts=4, device="meta", **options)
-    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
     layer.to_empty(device="cpu")
     layer.reset_parameters(torch.Generator().manual_seed(0))
     straight, x, context = build(**options)

@@ -145,18 +145,20 @@ def test_a_thousand_steps_do_not_grow_memory(names, pulled):
     """A leak of one router's gates (256 tokens, 4 experts) would be 3.3 MB, of their graph several times that."""
     layers = nn.ModuleList(build(name) for name in names)
     x, context = inputs(batch=1, tokens=256)
-    for step in range(1000):
+    resident, objects = [], []
+    for step in range(1001):
         loss = sum(layer(x, context).mean() for layer in layers)
         if pulled:
             loss = loss + ermoe.auxiliary_loss(layers)
         loss.backward()
         ermoe.update_balance(layers)
-        if step == 200:
+        if step in (200, 600, 1000):
             gc.collect()
-            before, objects = resident_bytes(), len(gc.get_objects())
-    gc.collect()
-    assert resident_bytes() - before < 2e6
-    assert len(gc.get_objects()) - objects < 100
+            resident.append(resident_bytes())
+            objects.append(len(gc.get_objects()))
+    # A leak grows in both windows; a heap that other tests have left in pieces may grow once.
+    assert min(resident[1] - resident[0], resident[2] - resident[1]) < 8e5
+    assert objects[2] - objects[0] < 100
 
 
 @pytest.mark.parametrize("name", LOSSY)
