@@ -60,6 +60,7 @@ def gshard(gate_SE):
 def soft_moe(x_SD, phi_DEP, scale, expert):
     """One image; ``expert(e, rows)`` runs expert e."""
     unit = [x / math.sqrt(float(x @ x) + 1e-6) for x in x_SD]
+    phi_DEP = phi_DEP.detach()
     slots = [(e, p) for e in range(phi_DEP.shape[1]) for p in range(phi_DEP.shape[2])]
     logit = torch.zeros(len(x_SD), len(slots), dtype=x_SD.dtype)
     for t in range(len(x_SD)):
