@@ -53,7 +53,7 @@ class Result:
         """Everything, with machine, versions, commit and command."""
         return {
             "benchmark": self.name,
-            "command": " ".join(["ermoe", *sys.argv[1:]]),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "commit": commit(),
             "machine": machine(),
             "versions": versions(),
@@ -104,7 +104,7 @@ def commit() -> str:
 def show(result: Result, console: Console) -> None:
     """Prints the tables, the figures and the bars."""
     for name, rows in result.tables.items():
-        table = Table(title=name, caption=f"ratios to {result.reference}, median [quartiles] over rounds")
+        table = Table(title=name, caption=f"ratios to {result.reference}: median and quartiles over rounds")
         for column in ("candidate", "ratio", "quartiles", "ms"):
             table.add_column(column, justify="left" if column == "candidate" else "right")
         for row in sorted(rows, key=lambda row: row.ratio):
