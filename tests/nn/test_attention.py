@@ -62,8 +62,26 @@ def test_fused_and_explicit_module_agree():
     torch.testing.assert_close(attention(x, mask), out, rtol=0, atol=1e-5)
     torch.testing.assert_close(context(alpha, x), torch.einsum("bij,bjd->bid", alpha, x), rtol=0, atol=1e-5)
     assert alpha.requires_grad
-    attention.context_grad = False
-    assert not attention(x, need_weights=True)[1].requires_grad
+
+
+def test_weights_without_gradient_keep_nothing_of_their_size_for_the_backward_pass():
+    torch.manual_seed(0)
+    plain = ContextAttention(32, num_heads=4)
+    lean = ContextAttention(32, num_heads=4, context_grad=False)
+    lean.load_state_dict(plain.state_dict())
+    x, mask = torch.randn(2, 9, 32), torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 4:] = False
+    results, kept = {}, {}
+    for name, attention in (("plain", plain), ("lean", lean)):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.shape) or t, lambda t: t):
+            out, alpha = attention(x, mask, need_weights=True)
+        results[name], kept[name] = (out, alpha, *torch.autograd.grad(out.sum(), attention.parameters())), sizes
+        assert alpha.requires_grad == (name == "plain")
+    for ours, reference in zip(results["lean"], results["plain"], strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-5)
+    assert any(shape[-2:] == (9, 9) for shape in kept["plain"])
+    assert not any(shape[-2:] == (9, 9) for shape in kept["lean"])
 
 
 def test_dropout_leaves_the_context_weights_alone():

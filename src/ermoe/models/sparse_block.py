@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ermoe.nn import attend, context
@@ -53,11 +51,7 @@ class SparseBlock(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, scale: float, dropout: float
     ) -> tuple[Tensor, Tensor]:
         """Attention outputs (B, h, N, d) and the head-mean weights α (B, N, N)."""
-        if self.context_grad or not torch.is_grad_enabled():
-            return attend(q, k, v, bias=bias, scale=scale, dropout=dropout)
-        with torch.no_grad():
-            alpha_BNN = attend(q, k, v, bias=bias, scale=scale)[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale), alpha_BNN
+        return attend(q, k, v, bias=bias, scale=scale, dropout=dropout, weights_grad=self.context_grad)
 
 
 def needs_context(layer: Any) -> bool:

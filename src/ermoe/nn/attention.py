@@ -22,12 +22,14 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     chunk: int | None = 1024,
+    weights_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention outputs (B, h, N, d) and the head-mean weights α (B, N, N), after masking and before dropout.
 
     ``bias`` is boolean (True: may look) or added to the logits, broadcastable to (B, h, N, N). Queries are taken
     ``chunk`` at a time, and recomputed in the backward pass when there are several chunks, so that no tensor of size
-    (B, h, N, N) is ever held.
+    (B, h, N, N) is ever held. With ``weights_grad=False`` α carries no gradient, and in training the outputs come from
+    the fused kernel: nothing of size N² is kept for the backward pass, at the price of one more product.
 
     >>> q = k = v = torch.randn(2, 4, 6, 8)
     >>> out, alpha = attend(q, k, v)
@@ -37,6 +39,11 @@ def attend(
     ... )
     (True, True)
     """
+    if not weights_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            alpha_BNN = attend(q_BhNd, k_BhNd, v_BhNd, bias=bias, scale=scale, chunk=chunk)[1]
+        fused = F.scaled_dot_product_attention(q_BhNd, k_BhNd, v_BhNd, attn_mask=bias, dropout_p=dropout, scale=scale)
+        return fused, alpha_BNN
     num_queries = q_BhNd.shape[2]
     scale = q_BhNd.shape[-1] ** -0.5 if scale is None else scale
     if chunk is None or num_queries <= chunk:
@@ -114,15 +121,26 @@ class ContextAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(
-        self, x_BND: Tensor, mask_BN: Tensor | None = None, *, need_weights: bool = False
+        self,
+        x_BND: Tensor,
+        mask_BN: Tensor | None = None,
+        *,
+        need_weights: bool = False,
+        context_grad: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention over real tokens (``mask_BN`` True); a tensor, or with ``need_weights`` a pair (out, α)."""
+        """Attention over real tokens (``mask_BN`` True); a tensor, or with ``need_weights`` a pair (out, α).
+
+        ``context_grad``, if given, overrides the module's own.
+        """
         q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         may_look = None if mask_BN is None else mask_BN[:, None, None, :]
         dropout = self.attn_drop if self.training else 0.0
         if need_weights:
-            out, alpha_BNN = attend(q, k, v, bias=may_look, dropout=dropout, chunk=self.chunk)
-            return self._project(out), alpha_BNN if self.context_grad else alpha_BNN.detach()
+            weights_grad = self.context_grad if context_grad is None else context_grad
+            out, alpha_BNN = attend(
+                q, k, v, bias=may_look, dropout=dropout, chunk=self.chunk, weights_grad=weights_grad
+            )
+            return self._project(out), alpha_BNN
         return self._project(F.scaled_dot_product_attention(q, k, v, attn_mask=may_look, dropout_p=dropout))
 
     def _project(self, out_BhNd: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ class SparseVolumeBlock(SparseBlock, VolumeBlock):
     def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """``mask_BN`` is True for real tokens."""
         if self.needs_weights:
-            attended, alpha_BNN = self.attn(self.norm1(x_BND), mask_BN, need_weights=True)
-            alpha_BNN = alpha_BNN if self.context_grad else alpha_BNN.detach()
+            attended, alpha_BNN = self.attn(
+                self.norm1(x_BND), mask_BN, need_weights=True, context_grad=self.context_grad
+            )
         else:
             attended, alpha_BNN = self.attn(self.norm1(x_BND), mask_BN), None
         x_BND = x_BND + self.drop_path1(attended)
