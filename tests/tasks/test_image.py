@@ -1,6 +1,7 @@
 """`ermoe image` from training to prediction, on the digits that come with scikit-learn."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +9,18 @@ import torch
 from PIL import Image
 from scipy.stats import t as student
 
+import ermoe
 from ermoe.bench.study import table
 from ermoe.cli.image import run
 from ermoe.data.catalogue import open_images
+from ermoe.data.loader import Loader
 from ermoe.errors import UserError
+from ermoe.models.baselines.image_level import STYLES
+from ermoe.tasks.image.classification import evaluate, transform_for
 from ermoe.tasks.image.presets import PRESETS, recipe
 from ermoe.tasks.image.probe import Features, Probe, draw_shots, probe
+from ermoe.tasks.image.run import model_folder, train
+from ermoe.train.progress import Log
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,7 @@ def test_every_preset_says_what_it_is():
     for name in PRESETS:
         chosen = recipe(name)
         assert chosen.training.epochs > 0
-        assert chosen.architecture.startswith("vit_")
+        assert chosen.architecture.startswith("vit_") or chosen.architecture in STYLES
     for method in ("ermoe", "ermoe-mean", "ermoe-none", "v-moe", "gate", "gate-loss-free", "soft", "expert-choice"):
         recipe(f"digits-{method}").build(10)(torch.randn(2, 3, 8, 8))
 
@@ -148,3 +155,32 @@ def test_a_model_starts_from_weights_with_another_classifier(tmp_path, caplog):
     torch.save(state, tmp_path / "other.pth")
     with pytest.raises(UserError, match="weights of another model"):
         chosen.build(10, weights=str(tmp_path / "other.pth"))
+
+
+def _interrupt_after(last_step):
+    def step(log, now):
+        if now > last_step:
+            raise KeyboardInterrupt
+
+    return step
+
+
+@pytest.mark.parametrize("style", ["single-gated", "deep-moe"])
+def test_image_level_rivals_train_in_two_stages_and_resume(style, tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    changes = {"epochs": 2, "batch_size": 256, "base_lr": 1e-3}  # 4 steps an epoch
+    few_experts = {"num_experts": 2} if style == "single-gated" else {}
+    chosen = recipe(f"digits-{style}")
+    chosen = replace(chosen, model_args=chosen.model_args | few_experts)
+    whole = train(chosen, "digits", tmp_path / "whole", **changes)
+    monkeypatch.setattr(Log, "step", _interrupt_after(6))
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, "digits", tmp_path / "cut", save_every=2, **changes)
+    monkeypatch.undo()
+    assert train(chosen, "digits", tmp_path / "cut", save_every=2, **changes) == whole
+    model = ermoe.load(model_folder(tmp_path / "whole")).eval()
+    images = open_images("digits", "test")
+    figures = evaluate(model, Loader(images, transform_for(model)))
+    assert figures["top1"] == pytest.approx(whole["top1"])
+    model.reset_classifier(0)
+    assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 512)

@@ -225,7 +225,7 @@ class _Trainer:
         folders = [run.best] if is_best else []
         folders += [run.kept(epoch)] if settings.keep_every and epoch % settings.keep_every == 0 else []
         folders += [run.final] if epoch == settings.epochs else []
-        if not folders:
+        if not folders or not getattr(self.task, "keeps_models", True):
             return
         with self._averaged():
             model = self._whole_model()
@@ -252,12 +252,12 @@ class _Trainer:
 
     def restore(self, state: dict[str, Any]) -> _Position:
         """Takes over what `save` wrote, on any number of processes."""
+        self.task.load_state_dict(state["task"])  # first: it may freeze parameters, which then have no optimiser state
         checkpoint.scatter(self.task.model, self.optimizer, state)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.task.load_state_dict(state["task"])
         return _Position(**state["position"])
 
 

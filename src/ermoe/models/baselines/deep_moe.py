@@ -10,6 +10,7 @@ Letters: N images, Z embedding width, C channels.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -121,10 +122,18 @@ class DeepMoEStyle(nn.Module):
         self.head = nn.Sequential(base.avgpool, nn.Flatten(), base.fc)
         self.gate_weight = gate_weight
         self.embedding_weight = embedding_weight
+        self.num_classes = base.fc.out_features
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class logits."""
+        """Class logits; without a classifier the features before it."""
         return self.decide(images).logit_NK
+
+    def reset_classifier(self, num_classes: int = 0) -> None:
+        """From now on the network returns features, for linear probes."""
+        if num_classes:
+            raise UserError(f"num_classes={num_classes}: build a new network for other classes; 0 returns features")
+        self.num_classes = 0
+        self.head[-1] = nn.Identity()
 
     def decide(self, images: Tensor) -> DeepMoEOutput:
         """The prediction and the gates that led to it."""
@@ -144,6 +153,13 @@ class DeepMoEStyle(nn.Module):
         if self.embedding_weight:
             loss = loss + self.embedding_weight * F.cross_entropy(output.embedding_logit_NK, labels)
         return loss
+
+    def prepare_second_stage(self, batches: Iterable[Tensor], *, seed: int = 0) -> None:
+        """Nothing: this method needs no look at the data between its stages."""
+
+    def begin_second_stage(self) -> None:
+        """The gates are fixed; see `fix_gates`."""
+        self.fix_gates()
 
     def fix_gates(self) -> None:
         """The second stage: gates and embedding stay as they are, the network is tuned to them."""

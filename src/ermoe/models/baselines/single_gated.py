@@ -77,6 +77,7 @@ class SingleGatedMoEStyle(nn.Module):
         self.expert_heads = nn.ModuleList(copy.deepcopy(base.fc) for _ in range(num_experts))
         self.gate = nn.Linear(base.fc.in_features, num_experts)
         self.exit_threshold = exit_threshold
+        self.num_classes = base.fc.out_features
         self.base_is_frozen = False
         self.train(base.training)
 
@@ -101,8 +102,17 @@ class SingleGatedMoEStyle(nn.Module):
         self.train(self.training)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Log-probabilities of the classes, (N, C)."""
+        """Log-probabilities of the classes, (N, C); without a classifier the base embeddings, (N, Z)."""
+        if not self.num_classes:
+            embedding_NZ: Tensor = self.base_tail(self.trunk(images))
+            return embedding_NZ
         return self.decide(images).log_prob_NC
+
+    def reset_classifier(self, num_classes: int = 0) -> None:
+        """From now on the network returns base embeddings, for linear probes."""
+        if num_classes:
+            raise UserError(f"num_classes={num_classes}: build a new network for other classes; 0 returns embeddings")
+        self.num_classes = 0
 
     def decide(self, images: Tensor) -> SingleGatedOutput:
         """The prediction and how it came about."""
@@ -136,6 +146,14 @@ class SingleGatedMoEStyle(nn.Module):
         output = self.decide(images)
         loss = F.nll_loss(output.log_prob_NC, labels) + F.cross_entropy(output.base_logit_NC, labels)
         return loss if clusters is None else loss + F.cross_entropy(output.gate_logit_NK, clusters)
+
+    def prepare_second_stage(self, batches: Iterable[Tensor], *, seed: int = 0) -> None:
+        """Clusters the embeddings of these images; see `start_from_clusters`."""
+        self.start_from_clusters(batches, seed=seed)
+
+    def begin_second_stage(self) -> None:
+        """Base and gate are frozen: from here on `loss` teaches the experts."""
+        self.freeze_base()
 
     def expert_parameters(self, expert: int) -> Iterator[nn.Parameter]:
         """The parameters of one expert, for an optimiser of its own (asynchronous training)."""

@@ -53,6 +53,11 @@ FAMILIES = {
     "torchvision.models.vision_transformer": "ermoe.models.families.torchvision_vit",
     "transformers.models.vit.modeling_vit": "ermoe.models.families.hugging_face_vit",
     "ermoe.models.vit3d": "ermoe.models.families.volume",
+    "ermoe.models.clip.model": "ermoe.models.families.clip",
+    "ermoe.models.baselines.sfcn": "ermoe.models.families.whole",
+    "ermoe.models.baselines.swin3d": "ermoe.models.families.whole",
+    "ermoe.models.baselines.single_gated": "ermoe.models.families.whole",
+    "ermoe.models.baselines.deep_moe": "ermoe.models.families.whole",
 }
 
 

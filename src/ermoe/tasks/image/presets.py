@@ -19,6 +19,7 @@ from torch import nn
 
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
+from ermoe.models.baselines.image_level import STYLES, image_level
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.train.settings import Training
@@ -46,6 +47,8 @@ class Recipe:
         ``weights`` is a file in any usual format, "timm" for timm's pretrained ones, or None for random ones.
         """
         torch.manual_seed(self.training.seed)
+        if self.architecture in STYLES:
+            return _image_level(self, num_classes, weights)
         generator = torch.Generator().manual_seed(self.training.seed)
         model = timm.create_model(
             self.architecture, pretrained=weights == "timm", num_classes=num_classes, **self.model_args
@@ -55,6 +58,12 @@ class Recipe:
         if self.sparsity is None:
             return model
         return upcycle(model, init=self.init, inplace=True, generator=generator, **self.sparsity)
+
+
+def _image_level(recipe: Recipe, num_classes: int, weights: str | None) -> nn.Module:
+    if weights is not None:
+        raise UserError(f"weights={weights}: {recipe.architecture} networks start from scratch; leave the option out")
+    return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
 
 
 def _start_from(model: nn.Module, weights: str) -> None:
@@ -108,6 +117,29 @@ def smallest(sparsity: dict[str, Any] | None) -> Recipe:
     )
 
 
+def convolutional(
+    style: str, *, img_size: int = 224, epochs: int = 300, blocks: tuple[int, ...] = (2, 2, 2, 2), flip: bool = True
+) -> Recipe:
+    """The paper's image-level rivals on ResNet-18, in the two stages of their own papers.
+
+    Run: ``ermoe image train resnet18-single-gated IMAGENET``. Their own losses want one label an image: images are not
+    mixed, labels not smoothed.
+    """
+    is_small = img_size < 224
+    own_args = {} if is_small or style != "deep-moe" else {"num_convolutions": 5}  # as in DeepMoE's paper
+    return Recipe(
+        style,
+        None,
+        Training(
+            epochs=epochs, base_lr=2.5e-3, warmup_epochs=5 if epochs > 50 else 0.1 * epochs, ema=0.0, log_every=25
+        ),
+        Augmentation(crop="pad" if is_small else "resized", flip=flip),
+        init="random",
+        model_args={"img_size": img_size, "blocks": blocks, **own_args},
+        label_smoothing=0.0,
+    )
+
+
 # What stands between two rows of a table: the options of `ermoe.upcycle`.
 METHODS: dict[str, dict[str, Any] | None] = {
     "ermoe": {"balance": "offset"},
@@ -138,6 +170,12 @@ PRESETS: dict[str, Callable[[], Recipe]] = {
     **{
         f"cifar17-{name}": partial(miniature, _of_tokens(sparsity, 17), patch_size=8, epochs=16)
         for name, sparsity in METHODS.items()
+    },
+    **{f"resnet18-{style}": partial(convolutional, style) for style in STYLES},
+    **{f"cifar-{style}": partial(convolutional, style, img_size=32, epochs=6, blocks=(1, 1, 1, 1)) for style in STYLES},
+    **{
+        f"digits-{style}": partial(convolutional, style, img_size=16, epochs=10, blocks=(1, 1, 1, 1), flip=False)
+        for style in STYLES
     },
     **{f"digits-{name}": partial(smallest, _of_tokens(sparsity, 17)) for name, sparsity in METHODS.items()},
 }

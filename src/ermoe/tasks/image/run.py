@@ -13,8 +13,10 @@ from rich.console import Console
 from ermoe.data.catalogue import open_images
 from ermoe.errors import UserError
 from ermoe.files import replacing
+from ermoe.models.baselines.image_level import STYLES
 from ermoe.tasks.image.classification import Classification
 from ermoe.tasks.image.presets import Recipe, recipe
+from ermoe.tasks.image.two_stages import TwoStageClassification
 from ermoe.train.distributed import Processes
 from ermoe.train.loop import fit
 from ermoe.train.run_folder import RunFolder
@@ -51,8 +53,9 @@ def train(
     images, held_out = open_images(data, "train"), open_images(data, "test")
     if group.is_main and console is not None:
         console.print(f"{images.found}\n{held_out.found}", highlight=False, soft_wrap=True)
-    task = Classification(
-        chosen.build(len(images.classes), weights=weights),
+    task_class = TwoStageClassification if chosen.architecture in STYLES else Classification
+    task = task_class(
+        chosen.build(len(images.classes), weights=weights),  # type: ignore[arg-type]
         images,
         held_out,
         chosen.training,

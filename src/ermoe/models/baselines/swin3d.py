@@ -1,0 +1,75 @@
+"""MONAI's 3D Swin transformer with a classifier on the mean of its last map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+
+
+class Swin3D(nn.Module):
+    """Windows of attention that shift and merge; the classifier reads the mean of the deepest map.
+
+    Args:
+        num_classes: outputs.
+        embed_dim: width of the first stage; every stage doubles it.
+        patch_size: edge of a patch in voxels.
+        window_size: edge of an attention window in patches.
+        depths, num_heads: of the four stages.
+        drop_path_rate: of the deepest block.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 40,
+        in_chans: int = 1,
+        embed_dim: int = 24,
+        patch_size: int = 4,
+        window_size: int = 4,
+        depths: Sequence[int] = (2, 2, 6, 2),
+        num_heads: Sequence[int] = (3, 6, 12, 24),
+        drop_path_rate: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if len(depths) != 4 or len(num_heads) != 4:
+            raise UserError(f"depths={tuple(depths)}, num_heads={tuple(num_heads)}: MONAI's Swin has four stages")
+        self.config: dict[str, Any] = {
+            "in_chans": in_chans,
+            "embed_dim": embed_dim,
+            "patch_size": patch_size,
+            "window_size": window_size,
+            "depths": list(depths),
+            "num_heads": list(num_heads),
+            "drop_path_rate": drop_path_rate,
+        }
+        self.num_classes = num_classes
+        self.swin = _swin()(
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            window_size=(window_size,) * 3,
+            patch_size=(patch_size,) * 3,
+            depths=tuple(depths),
+            num_heads=tuple(num_heads),
+            drop_path_rate=drop_path_rate,
+            spatial_dims=3,
+        )
+        width = embed_dim * 2 ** len(depths)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, volume: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Outputs (B, num_classes) of volumes (B, C, X, Y, Z); windows have no use for the mask."""
+        deepest = self.swin(volume)[-1]
+        return self.head(self.norm(deepest.mean((2, 3, 4))))
+
+
+def _swin() -> Any:
+    try:
+        from monai.networks.nets.swin_unetr import SwinTransformer
+    except ImportError as problem:
+        raise UserError('the 3D Swin transformer is MONAI\'s: pip install "ermoe[brain]"') from problem
+    return SwinTransformer

@@ -1,0 +1,70 @@
+"""The adapter of networks that are saved and loaded like any other, but have no blocks to make sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ermoe.errors import UserError
+from ermoe.models.baselines.image_level import image_level
+from ermoe.models.baselines.sfcn import SFCN
+from ermoe.models.baselines.swin3d import Swin3D
+from ermoe.models.ffn import FFN
+from ermoe.models.sparse_block import SparseBlock
+
+SPARSE_BLOCK = SparseBlock
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "SFCN": SFCN,
+    "Swin3D": Swin3D,
+    "SingleGatedMoEStyle": image_level,
+    "DeepMoEStyle": image_level,
+}
+
+
+def blocks(model: Any) -> list[tuple[str, nn.Module]]:
+    """None."""
+    return []
+
+
+def refusal(block: Any) -> str | None:
+    """There is no block to refuse."""
+    return "it has no transformer blocks"
+
+
+def no_context(block: Any) -> str | None:
+    """There is no attention to ask."""
+    return "it has no attention"
+
+
+def ffn(block: Any) -> FFN:
+    """No block has one."""
+    raise AssertionError("a network without blocks was asked for the feed-forward network of one")
+
+
+def num_tokens(model: Any) -> int:
+    """No tokens."""
+    return 0
+
+
+def image_size(model: Any) -> tuple[int, ...]:
+    """Any size."""
+    return ()
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The class and the arguments of its constructor."""
+    if not hasattr(model, "config"):
+        raise UserError(
+            f"this {type(model).__name__} was built from a network of your own and cannot be written down: build it "
+            "with ermoe.models.baselines.image_level.image_level, or save its state_dict"
+        )
+    return {"class": type(model).__name__, **model.config, "num_classes": model.num_classes}
+
+
+def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+    """The network a description means, freshly initialised."""
+    arguments = {name: value for name, value in description.items() if name != "class"}
+    # Built on the CPU first: MONAI reads numbers from tensors while it builds, which the meta device does not have.
+    return _BUILDERS[description["class"]](**arguments).to(device)
