@@ -23,7 +23,7 @@ def slow_score(layer: MoE, x: Tensor, c: Tensor | None, e: int) -> Tensor:
     score = layer.router.score
     name = type(score).__name__
     if name == "LogitScore":
-        logits = [x @ score.gate[:, i] for i in range(layer.router.num_experts)]
+        logits = [x @ score.gate.W[:, i] for i in range(layer.router.num_experts)]
         total = sum(logit.exp() for logit in logits)
         return logits[e].exp() / total
     basis = score.basis if score.basis is not None else layer.experts.token_basis

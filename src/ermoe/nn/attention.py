@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ermoe.nn.scores import full_precision, widen
+from ermoe.nn.precision import full_precision, widen
 
 
 def attend(

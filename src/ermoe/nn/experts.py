@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -239,3 +240,46 @@ def dense_experts(
 
     gate = linear(dim, hidden_dim) if gated else None
     return Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
+
+
+def build_experts(
+    dim: int,
+    hidden_dim: int | None = None,
+    *,
+    num_experts: int = 8,
+    experts: str = "dense",
+    rank: int | None = None,
+    same_start: bool = False,
+    gated: bool = False,
+    act_layer: Callable[[], nn.Module] = nn.GELU,
+    bias: bool = True,
+    drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Experts:
+    """Experts of width ``hidden_dim`` (4·dim by default): of either kind.
+
+    Args:
+        experts: "dense" (plain weights) or "eigen" (U diag(s) Vᵀ).
+        rank: of eigen experts; min(dim, hidden_dim) by default.
+        same_start: all experts start from one and the same draw, as V-MoE's do.
+        gated: SwiGLU-like experts, act(x Wg) · (x Wu).
+        act_layer, bias, drop: of the experts' MLPs.
+        generator: source of all random numbers of the initialisation.
+    """
+    hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts}: need at least one expert")
+    mlp: dict[str, Any] = {"gated": gated, "act_layer": act_layer, "bias": bias, "drop": drop}
+    mlp |= {"num_experts": num_experts, "generator": generator, "device": device, "dtype": dtype}
+    if experts == "dense":
+        built = dense_experts(dim, hidden_dim, **mlp)
+    elif experts == "eigen":
+        built = eigen_experts(dim, hidden_dim, rank=min(dim, hidden_dim) if rank is None else rank, **mlp)
+    else:
+        raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
+    if same_start:
+        built.same_start = True
+        built.reset_parameters(generator)
+    return built

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance
 from ermoe.nn.dispatch import combine, gather, plan
-from ermoe.nn.experts import Experts, dense_experts, eigen_experts
+from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, TopKRouter
 from ermoe.nn.routing import Routing
@@ -127,33 +127,25 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         generator: source of all random numbers of the initialisation.
     """
     hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts}: need at least one expert")
-    if experts not in ("eigen", "dense"):
-        raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
     rank = min(dim, hidden_dim) if rank is None else rank
-    if not 1 <= rank <= min(dim, hidden_dim):
-        raise ValueError(
-            f"rank={rank}: an orthonormal basis of a {dim}×{hidden_dim} weight has at most {min(dim, hidden_dim)} "
-            f"columns; use 1 <= rank <= {min(dim, hidden_dim)}"
-        )
+    shared: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+    built = build_experts(
+        dim,
+        hidden_dim,
+        num_experts=num_experts,
+        experts=experts,
+        rank=rank,
+        gated=gated,
+        act_layer=act_layer,
+        bias=bias,
+        drop=drop,
+        **shared,
+    )
     if route_rank is None:
         route_rank = min(max(8, 8 * (rank // (8 * num_experts))), rank)
-    placement: dict[str, Any] = {"device": device, "dtype": dtype}
-    scorer = _build_score(score, dim, num_experts, rank, route_rank, generator, placement)
-    mlp: dict[str, Any] = {
-        "num_experts": num_experts,
-        "gated": gated,
-        "act_layer": act_layer,
-        "bias": bias,
-        "drop": drop,
-    }
-    if experts == "eigen":
-        built = eigen_experts(dim, hidden_dim, rank=rank, generator=generator, **mlp, **placement)
-    else:
-        built = dense_experts(dim, hidden_dim, generator=generator, **mlp, **placement)
-        if scorer.needs_basis:
-            scorer.own_basis(num_experts, dim, generator=generator, **placement)
+    scorer = _build_score(score, dim, num_experts, rank, route_rank, shared)
+    if scorer.needs_basis and experts == "dense":
+        scorer.own_basis(num_experts, dim, **shared)
     router = TopKRouter(
         scorer,
         num_experts=num_experts,
@@ -172,18 +164,17 @@ def _build_score(
     num_experts: int,
     rank: int,
     route_rank: int,
-    generator: torch.Generator | None,
-    placement: dict[str, Any],
+    shared: dict[str, Any],
 ) -> Score:
     if name == "logit":
-        return LogitScore(dim, num_experts, generator=generator, **placement)
+        return LogitScore(dim, num_experts, **shared)
     if not 1 <= route_rank <= rank:
         raise ValueError(
             f"route_rank={route_rank}: tokens are routed by the first columns of a basis of rank {rank}; "
             f"use 1 <= route_rank <= {rank}"
         )
     if name == "prototype":
-        return PrototypeScore(num_experts, route_rank, generator=generator, **placement)
+        return PrototypeScore(num_experts, route_rank, **shared)
     kinds: dict[str, type[Score]] = {"eigenbasis": EigenbasisScore, "energy": EnergyScore}
     if name not in kinds:
         raise ValueError(f"score={name!r}: use 'eigenbasis', 'prototype', 'energy' or 'logit'")

@@ -12,10 +12,9 @@ from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
-import torch
 from torch import nn
 
-from ermoe.nn.experts import Experts, dense_experts, eigen_experts
+from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.moe import EigenMoE, MoE
 from ermoe.nn.rivals.base import BaseRouter
 from ermoe.nn.rivals.cosine import CosineRouter
@@ -26,49 +25,6 @@ from ermoe.nn.rivals.vmoe import VMoERouter
 from ermoe.nn.routers import Router
 
 Factory = Callable[..., nn.Module]
-
-
-def build_experts(
-    dim: int,
-    hidden_dim: int | None = None,
-    *,
-    num_experts: int = 8,
-    experts: str = "dense",
-    rank: int | None = None,
-    same_start: bool = False,
-    gated: bool = False,
-    act_layer: Callable[[], nn.Module] = nn.GELU,
-    bias: bool = True,
-    drop: float = 0.0,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Experts:
-    """Experts of width ``hidden_dim`` (4·dim by default): the keywords that all rivals share.
-
-    Args:
-        experts: "dense" (plain weights) or "eigen" (U diag(s) Vᵀ).
-        rank: of eigen experts; min(dim, hidden_dim) by default.
-        same_start: all experts start from one and the same draw, as V-MoE's do.
-        gated: SwiGLU-like experts, act(x Wg) · (x Wu).
-        act_layer, bias, drop: of the experts' MLPs.
-        generator: source of all random numbers of the initialisation.
-    """
-    hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts}: need at least one expert")
-    mlp: dict[str, Any] = {"gated": gated, "act_layer": act_layer, "bias": bias, "drop": drop}
-    mlp |= {"num_experts": num_experts, "generator": generator, "device": device, "dtype": dtype}
-    if experts == "dense":
-        built = dense_experts(dim, hidden_dim, **mlp)
-    elif experts == "eigen":
-        built = eigen_experts(dim, hidden_dim, rank=min(dim, hidden_dim) if rank is None else rank, **mlp)
-    else:
-        raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
-    if same_start:
-        built.same_start = True
-        built.reset_parameters(generator)
-    return built
 
 
 def mixing(layer: Callable[..., nn.Module], **defaults: Any) -> Factory:

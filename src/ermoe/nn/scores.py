@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from ermoe.nn.basis import random_basis
+from ermoe.nn.gate import Gate
+from ermoe.nn.precision import full_precision, widen
 
 _SMALLEST_SQUARED_NORM = 1e-20
 
@@ -38,19 +39,6 @@ def _dot(u: Tensor, v: Tensor) -> Tensor:
 def _inverse_norm(u: Tensor) -> Tensor:
     squared = _dot(u, u)
     return torch.where(squared > _SMALLEST_SQUARED_NORM, squared, math.inf).rsqrt()
-
-
-def full_precision(x: Tensor) -> AbstractContextManager[None]:
-    """Switches autocast off for the device of ``x``."""
-    if torch.amp.is_autocast_available(x.device.type):
-        off: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
-        return off
-    return nullcontext()
-
-
-def widen(x: Tensor) -> Tensor:
-    """``x`` in float32, or in its own precision if that is higher."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Score(nn.Module, ABC):
@@ -180,15 +168,13 @@ class LogitScore(Score):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(dim, num_experts, device=device, dtype=dtype))
-        self.reset_parameters(generator)
+        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Gaussian with the variance that keeps logits of unit-variance tokens at unit variance."""
-        if not self.gate.is_meta:
-            with torch.no_grad():
-                self.gate.normal_(std=self.gate.shape[0] ** -0.5, generator=generator)
+        """Draws the gate anew."""
+        self.gate.reset_parameters(generator)
 
     def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
         """In [0, 1], summing to 1 over experts."""
-        return (x_TD @ widen(self.gate)).softmax(-1)
+        logit_TE: Tensor = self.gate(x_TD)
+        return logit_TE.softmax(-1)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ermoe.nn.experts import Experts, dense_experts
 from ermoe.nn.moe import MoE
+from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.assignment import balanced_assignment
 from ermoe.nn.routers import Router, stable_top_k
 from ermoe.nn.routing import Routing
-from ermoe.nn.scores import full_precision, widen
 
 
 class BaseRouter(Router):

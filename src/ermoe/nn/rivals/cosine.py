@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss
 from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
-from ermoe.nn.scores import full_precision, widen
 
 _LARGEST_SCALE = 100.0
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.capacity import ROUNDINGS, places, places_per_group
-from ermoe.nn.rivals.gate import Gate, Noise
+from ermoe.nn.gate import Gate
+from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routers import Router
 from ermoe.nn.routing import Routing, count_pairs
 

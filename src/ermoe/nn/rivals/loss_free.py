@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.balance import Balance, Seen
-from ermoe.nn.rivals.gate import Gate
+from ermoe.nn.gate import Gate
 from ermoe.nn.routers import Router, stable_top_k
 from ermoe.nn.routing import Routing
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ermoe.nn.capacity import places
 from ermoe.nn.experts import Experts
 from ermoe.nn.moe import check_inputs, groups
+from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.rivals.gate import Noise
+from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routing import Routing
-from ermoe.nn.scores import full_precision, widen
 
 _NORM_EPS = 1e-6  # inside the root, as in the reference
 

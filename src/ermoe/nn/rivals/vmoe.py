@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.capacity import ROUNDINGS, places, places_per_group, within_capacity
-from ermoe.nn.rivals.gate import Gate, Noise
+from ermoe.nn.gate import Gate
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss, importance_loss, load_loss, mean_over_groups
+from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 

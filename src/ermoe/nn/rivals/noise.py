@@ -1,44 +1,13 @@
-"""The learned gate that most rivals share, and the noise that some of them add to it.
-
-Letters: D width, E experts.
-"""
+"""The noise that some rivals add to their logits, made repeatable."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.scores import full_precision, widen
 
 _REMEMBERED_DRAWS = 64
-
-
-class Gate(nn.Module):
-    """Logits x W, (..., E), with a learned W (D, E) and no bias, in at least float32."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.W = nn.Parameter(torch.empty(dim, num_experts, device=device, dtype=dtype))
-        self.reset_parameters(generator)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Gaussian with the variance that keeps logits of unit-variance tokens at unit variance."""
-        if not self.W.is_meta:
-            with torch.no_grad():
-                self.W.normal_(std=self.W.shape[0] ** -0.5, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with full_precision(x):
-            return widen(x) @ widen(self.W)
 
 
 class Noise:

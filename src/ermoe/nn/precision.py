@@ -1,0 +1,21 @@
+"""What stays in full precision under autocast: scores, choices and weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[None]:
+    """Switches autocast off for the device of ``x``."""
+    if torch.amp.is_autocast_available(x.device.type):
+        off: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
+        return off
+    return nullcontext()
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32, or in its own precision if that is higher."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
