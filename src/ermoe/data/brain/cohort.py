@@ -1,0 +1,137 @@
+"""A cohort: the scans of a BIDS root or of a flat table, with everything worth saying about how they were found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ermoe.data.brain.bids import Name, is_bids_root, stem
+from ermoe.data.brain.bids_cohort import bids_cohort
+from ermoe.data.brain.derivatives import find_siblings
+from ermoe.data.brain.flat_cohort import flat_cohort
+from ermoe.data.brain.options import CohortOptions, TissueFrom, participant_labels
+from ermoe.data.brain.problems import Problem
+from ermoe.data.brain.scans import Scan, Sex
+from ermoe.errors import UserError
+
+_TABLES = {".tsv", ".csv", ".txt"}
+_IMAGES = (".nii", ".nii.gz")
+_NOT_A_T1 = {"mask", "dseg", "probseg", "bold", "dwi", "T2w", "FLAIR"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """What `open_cohort` and `open_scans` found."""
+
+    scans: tuple[Scan, ...]
+    """Sorted by participant and session; scans without an age are among them (``age is None``)."""
+    notes: tuple[str, ...]
+    """What a person should read: rules applied, files passed over, counts."""
+    problems: tuple[Problem, ...]
+    """Errors and warnings of the tables; `ermoe.data.brain.quality` finds those of the images."""
+
+    @property
+    def with_age(self) -> tuple[Scan, ...]:
+        """The scans one can train on."""
+        return tuple(scan for scan in self.scans if scan.age is not None)
+
+
+def open_cohort(
+    path: str | os.PathLike[str],
+    *,
+    sex_coding: Mapping[str, Sex] | None = None,
+    age_is_baseline: bool = False,
+    tissue_from: TissueFrom | None = None,
+    participants: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    t1_rule: str = "first",
+) -> Cohort:
+    """The scans of a BIDS root or of a flat TSV/CSV.
+
+    Args:
+        sex_coding: what the numbers of the column sex mean, {"1": "M", "2": "F"}.
+        age_is_baseline: the age in participants.tsv is that of the first of several sessions.
+        tissue_from: "probseg", "dseg", "aseg" or "none"; by default probability maps, else a dseg with its table.
+        participants: only these, with or without "sub-".
+        exclude: not these.
+        t1_rule: which of several T1w scans of a session: "first", "last", or a pattern for file names.
+    """
+    options = CohortOptions(
+        sex_coding=dict(sex_coding or {}),
+        age_is_baseline=age_is_baseline,
+        tissue_from=tissue_from,
+        participants=participant_labels(participants),
+        exclude=participant_labels(exclude) or (),
+        t1_rule=t1_rule,
+    )
+    place = Path(path)
+    if place.is_dir():
+        return _cohort(*bids_cohort(place, options))
+    if place.is_file() and place.suffix.casefold() in _TABLES:
+        return _cohort(*flat_cohort(place, options))
+    if not place.exists():
+        raise UserError(
+            f"{place} does not exist: name a BIDS root, or a table with the columns participant_id, t1, age"
+        )
+    raise UserError(f"{place} is no BIDS root and no table: name a folder with sub-* folders, or a TSV or CSV")
+
+
+def open_scans(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    participants: Sequence[str] | None = None,
+    tissue_from: TissueFrom | None = None,
+    t1_rule: str = "first",
+) -> Cohort:
+    """Scans to look at or to predict: NIfTI files, folders with NIfTI files, BIDS roots, or tables; no age is needed.
+
+    A BIDS root brings its derivatives with it. A file named on its own brings only a mask or a segmentation that lies
+    beside it under a BIDS name.
+    """
+    options = CohortOptions(participants=participant_labels(participants), tissue_from=tissue_from, t1_rule=t1_rule)
+    scans: list[Scan] = []
+    notes: list[str] = []
+    problems: list[Problem] = []
+    for path in map(Path, paths):
+        found, said, wrong = _scans_at(path, options)
+        scans, notes, problems = scans + found, notes + said, problems + wrong
+    if not scans:
+        raise UserError(
+            f"no scan found in {', '.join(map(str, paths)) or 'nothing'}: name NIfTI files, folders or BIDS roots"
+        )
+    return _cohort(scans, notes, [replace(problem, severity="warning") for problem in problems])
+
+
+def _cohort(scans: list[Scan], notes: list[str], problems: list[Problem]) -> Cohort:
+    ordered = sorted(scans, key=lambda scan: (scan.participant_id, scan.session_id or ""))
+    return Cohort(tuple(ordered), tuple(notes), tuple(problems))
+
+
+def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str], list[Problem]]:
+    if path.is_dir() and is_bids_root(path):
+        return bids_cohort(path, options)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _is_nifti(file) and Name.of(file).suffix not in _NOT_A_T1)
+        scans = [_lone_scan(file, options) for file in files]
+        return [scan for scan in scans if options.wants(scan.participant_id)], [], []
+    if path.suffix.casefold() in _TABLES:
+        return flat_cohort(path, options)
+    if not path.exists() and not path.name.endswith(_IMAGES):
+        raise UserError(f"{path} does not exist: name NIfTI files, folders, BIDS roots or tables")
+    return [_lone_scan(path, options)], [], []
+
+
+def _lone_scan(path: Path, options: CohortOptions) -> Scan:
+    """A file on its own; who it is, is read from a BIDS name, else the file name is the id."""
+    entities = Name.of(path).entities
+    if "sub" not in entities:
+        return Scan(stem(path), None, path)
+    participant_id, session_id = f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None
+    found = find_siblings(path, tissue_from=options.tissue_from, subject=participant_id)
+    return Scan(participant_id, session_id, path, mask=found.mask, labels=found.labels, tissue=found.tissue)
+
+
+def _is_nifti(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(_IMAGES)

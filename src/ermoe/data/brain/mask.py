@@ -1,0 +1,91 @@
+"""Where the brain is in a T1: from a derivative, from deepbet, or because the skull is gone already.
+
+Letters: X, Y, Z voxels of the T1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from ermoe.data.brain.alignment import on_grid_of
+from ermoe.data.brain.nifti import Image, read_image
+from ermoe.data.brain.problems import Problem, ScanError
+from ermoe.data.brain.scans import Scan
+
+MaskSource = Literal["derivative", "dseg", "deepbet", "stripped"]
+MASK_SOURCES: tuple[str, ...] = get_args(MaskSource)
+
+Bool = NDArray[np.bool_]
+
+_BRAIN_ML = (400.0, 2300.0)
+_SMALLEST_BACKGROUND = 0.2
+_ONE_PIECE = 0.95
+
+
+def brain_mask(scan: Scan, t1: Image) -> tuple[Bool, MaskSource]:
+    """The mask on the voxels of the T1, and where it comes from; `ScanError` if there is none to be had.
+
+    The order: a derivative ``_desc-brain_mask``, a ``_dseg`` above 0, deepbet if it is installed, and a scan that is
+    skull-stripped already.
+    """
+    if scan.mask is not None:
+        values_XYZ = on_grid_of(t1, read_image(scan.mask, scan.key, is_label=True), scan.key)
+        return _not_empty(values_XYZ > values_XYZ.max() / 2, scan, "derivative"), "derivative"
+    if scan.labels is not None:
+        labels_XYZ = on_grid_of(t1, read_image(scan.labels, scan.key, is_label=True), scan.key)
+        return _not_empty(labels_XYZ > 0, scan, "dseg"), "dseg"
+    if has_deepbet():
+        from ermoe.data.brain.skull_strip import deepbet_mask
+
+        return _not_empty(deepbet_mask(t1), scan, "deepbet"), "deepbet"
+    stripped_XYZ = stripped_mask(t1)
+    if stripped_XYZ is not None:
+        return stripped_XYZ, "stripped"
+    what = "has no brain mask among its derivatives and is not skull-stripped"
+    remedy = "pip install 'ermoe[brain-mask]' to make masks with deepbet, or add …_desc-brain_mask.nii.gz"
+    raise ScanError(Problem("error", scan.key, scan.t1, what, remedy))
+
+
+def has_deepbet() -> bool:
+    """Whether the extra ``brain-mask`` is installed."""
+    return importlib.util.find_spec("deepbet") is not None
+
+
+def stripped_mask(t1: Image) -> Bool | None:
+    """The brain of a scan whose skull is gone already; None if the scan shows a head.
+
+    Outside a stripped brain the image is one constant. What remains is one piece, and not larger than a brain can be:
+    a whole head on a constant background is larger.
+    """
+    data_XYZ = t1.data_XYZ
+    corners = data_XYZ[np.ix_([0, -1], [0, -1], [0, -1])]
+    if corners.min() != corners.max():
+        return None
+    shown_XYZ = data_XYZ != corners.flat[0]
+    if not shown_XYZ.any() or 1 - shown_XYZ.mean() < _SMALLEST_BACKGROUND:
+        return None
+    pieces_XYZ, _ = ndimage.label(shown_XYZ)
+    sizes = np.bincount(pieces_XYZ.ravel())
+    sizes[0] = 0
+    if sizes.max() < _ONE_PIECE * sizes.sum():
+        return None
+    mask_XYZ = ndimage.binary_fill_holes(pieces_XYZ == sizes.argmax())
+    return mask_XYZ if _BRAIN_ML[0] < volume_ml(mask_XYZ, t1) < _BRAIN_ML[1] else None
+
+
+def volume_ml(mask_XYZ: Bool, image: Image) -> float:
+    """Volume of a mask."""
+    return float(mask_XYZ.sum() * abs(np.linalg.det(image.affine[:3, :3])) / 1000)
+
+
+def _not_empty(mask_XYZ: Bool, scan: Scan, source: MaskSource) -> Bool:
+    if mask_XYZ.any():
+        return mask_XYZ
+    path = {"derivative": scan.mask, "dseg": scan.labels}.get(source, scan.t1)
+    what = "marks no voxel of the T1 as brain" if source != "deepbet" else "shows no brain that deepbet could find"
+    raise ScanError(Problem("error", scan.key, path, what, "make the mask again and look at it"))
