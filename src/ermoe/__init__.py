@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
+    from ermoe.data.captions.catalogue import open_captions
     from ermoe.data.catalogue import open_images
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
@@ -43,6 +44,7 @@ _HOME = {
     "load_weights": "ermoe.models.weights.foreign",
     "merge": "ermoe.models.merge",
     "no_weight_decay": "ermoe.nn",
+    "open_captions": "ermoe.data.captions.catalogue",
     "open_images": "ermoe.data.catalogue",
     "orthogonality_loss": "ermoe.nn",
     "preset": "ermoe.models.presets",
@@ -70,6 +72,7 @@ __all__ = [
     "load_weights",
     "merge",
     "no_weight_decay",
+    "open_captions",
     "open_images",
     "orthogonality_loss",
     "preset",
@@ -84,6 +87,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "brain":  # a module of its own, so that ermoe.brain.load(…) needs no second import
+        return import_module("ermoe.brain")
     if name not in _HOME:
         raise AttributeError(f"module 'ermoe' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,144 @@
+"""Do region experts keep their tissue? Warm start, swapped names and no warm start on a phantom cohort.
+
+Each variant: region experts learn from isolated tissues with forced routing, ψ is set to the tissues' mean directions,
+then at least ten epochs of whole brains with free routing and ψ trainable. The probe shows held-out people with one
+tissue retained: mean plain scores over cubes that contain it, at the last expert layer, without offsets.
+
+    python benchmarks/brain_regions.py [--subjects 240] [--epochs 10] [--inputs t1 contrast]
+
+A queue that resumes: one JSON a variant.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from ermoe.bench.record import commit, machine, versions
+from ermoe.data.brain.scans import TISSUES
+from ermoe.data.brain.splits import holdout
+from ermoe.files import replacing
+from ermoe.tasks.brain_age.batches import ScanSet, VolumeLoader
+from ermoe.tasks.brain_age.learning import Place, default_cache, learn, learn_regions, phantom_scans
+from ermoe.tasks.brain_age.recipes import Recipe, recipe
+from ermoe.tasks.brain_age.regions import RegionProbe, probe_regions
+from ermoe.train.distributed import Processes
+from ermoe.train.run_folder import read_lines
+
+RESULTS = Path(__file__).parent / "results" / "brain_regions"
+SWAPPED = (1, 2, 0)
+"""The tissue that is shown under each name: grey matter as "wm", fluid as "gm", white matter as "csf"."""
+VARIANTS = ("warm start", "swapped names", "no warm start")
+
+
+@dataclass(frozen=True)
+class Study:
+    """Train every variant on phantoms and probe it."""
+
+    out: Path = RESULTS
+    runs: Path = Path("runs/brain-regions")
+    cache: Path | None = None
+    subjects: int = 240
+    epochs: int = 10
+    warm_start_epochs: int = 2
+    inputs: tuple[str, ...] = ("t1", "contrast")
+    """"t1": T1 × tissue, normalised inside it, as the paper isolates regions. "contrast": the small preset's input."""
+    preset: str = "small"
+    seed: int = 0
+    threads: int = 2
+
+
+def main() -> None:
+    study = tyro.cli(Study)
+    torch.set_num_threads(study.threads)
+    console = Console()
+    records = [run(study, kind, variant, console) for kind in study.inputs for variant in VARIANTS]
+    console.print(table(records), highlight=False, soft_wrap=True)
+
+
+def chosen_recipe(study: Study, kind: str) -> Recipe:
+    """The preset, trained from the start on whole phantoms."""
+    changes = {"epochs": study.epochs, "warm_start_epochs": study.warm_start_epochs, "seed": study.seed}
+    chosen = recipe(study.preset, "ermoe", input=kind, volumes_per_epoch=0, evaluate_every=1, **changes)
+    phantoms = replace(chosen.phantoms, subjects=study.subjects)
+    training = replace(chosen.training, base_lr=chosen.phantoms.base_lr)
+    return replace(chosen, phantoms=phantoms, training=training)
+
+
+def run(study: Study, kind: str, variant: str, console: Console) -> dict[str, Any]:
+    """One variant: trained, or read if it is there."""
+    name = f"{kind}-{variant.replace(' ', '-')}"
+    path = study.out / f"{name}.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    console.rule(name)
+    start = time.perf_counter()
+    chosen = chosen_recipe(study, kind)
+    place = Place(study.cache or default_cache(), Processes(), console)
+    scans = phantom_scans(chosen, place)
+    splits = holdout(scans, study.seed)
+    volumes = place.volumes(chosen)
+    train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
+    probe = replace(test, regions=True)
+    head = chosen.age_head([])
+    network = chosen.build(head)
+    folder = study.runs / name
+    if variant != "no warm start":
+        regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
+        network = learn_regions(network, chosen, head, regions, folder / "warm-start", place)
+    probes = {"before": probe_regions(network, VolumeLoader(probe))}
+    network = learn(
+        network, chosen, head, train, folder, place, watched=test, probe=probe, probe_epochs=(1, 5, study.epochs)
+    )
+    probes[f"after {study.epochs} epochs"] = probe_regions(network, VolumeLoader(probe))
+    record = {
+        "variant": variant,
+        "input": kind,
+        "command": f"python benchmarks/brain_regions.py --subjects {study.subjects} --epochs {study.epochs}",
+        "people": {"train": len(train.scans), "held out": len(test.scans)},
+        "probes": {when: found.as_json() for when, found in probes.items()},
+        "own_first": {when: own_first(found, variant) for when, found in probes.items()},
+        "held_out_mae": [line["test_mae"] for line in read_lines(folder / "metrics.jsonl") if "test_mae" in line],
+        "wall_seconds": round(time.perf_counter() - start, 1),
+        "threads": study.threads,
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "recipe": chosen.as_json(),
+    }
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=list) + "\n")
+    return record
+
+
+def own_first(found: RegionProbe, variant: str) -> dict[str, bool]:
+    """Whether each tissue scores highest with the expert that was taught it."""
+    taught = SWAPPED if variant == "swapped names" else (0, 1, 2)
+    return {TISSUES[tissue]: found.first[tissue] == expert for expert, tissue in enumerate(taught)}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """In Markdown: the two best experts of each tissue, before and after."""
+    lines = [
+        "| input | variant | tissue | before | after | taught expert first |",
+        "| :-- | :-- | :-- | :-- | :-- | :-- |",
+    ]
+    for record in records:
+        before, after = (found["top"] for found in record["probes"].values())
+        kept = list(record["own_first"].values())[-1]
+        for tissue in TISSUES:
+            cells = [", ".join(f"{name} {score:.2f}" for name, score in top[tissue]) for top in (before, after)]
+            verdict = "–" if record["variant"] == "no warm start" else ("yes" if kept[tissue] else "no")
+            lines.append(f"| {record['input']} | {record['variant']} | {tissue} | {' | '.join(cells)} | {verdict} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Long-CLIP (Zhang et al. 2024): a text tower for 248 tokens, short texts matched with primary components of images.
+
+Letters: B pairs, L positions, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+
+LENGTH, KEPT, COMPONENTS = 248, 20, 32
+
+
+def stretched(position_LD: Tensor, length: int = LENGTH, kept: int = KEPT) -> Tensor:
+    """Position embeddings for ``length`` tokens: the first ``kept`` as they are, the others interpolated linearly.
+
+    From 77 positions, 57 become 4 each. What lies beyond the last one continues its last step.
+
+    >>> stretched(torch.tensor([[0.0], [1.0], [2.0], [4.0]]), length=7, kept=1).squeeze().tolist()
+    [0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    """
+    old = len(position_LD)
+    if not 0 <= kept <= old - 2 or length <= old or (length - kept) % (old - kept):
+        raise UserError(
+            f"{old} positions cannot be stretched to {length} with {kept} kept: {length} − {kept} must be a multiple "
+            f"of {old} − {kept}"
+        )
+    times = (length - kept) // (old - kept)
+    moved_LD = position_LD[kept:]
+    step_LD = torch.cat([moved_LD.diff(dim=0), moved_LD[-1:] - moved_LD[-2:-1]])
+    fraction = torch.arange(times, dtype=position_LD.dtype, device=position_LD.device).view(1, -1, 1) / times
+    between = moved_LD.unsqueeze(1) + fraction * step_LD.unsqueeze(1)
+    return torch.cat([position_LD[:kept], between.flatten(0, 1)])
+
+
+def stretch_positions(model: Any, length: int = LENGTH, kept: int = KEPT) -> Any:
+    """Gives a CLIP's text tower ``length`` positions, in place; the first ``kept`` of them no longer learn."""
+    text = model.text
+    position_LD = nn.Parameter(stretched(text.positional_embedding.detach(), length, kept))
+    text.positional_embedding = position_LD
+    text.shape = replace(text.shape, context_length=length)
+    text.num_pos = text.context_length = model.context_length = length
+    keep_first(model, kept)
+    return model
+
+
+def keep_first(model: Any, kept: int = KEPT) -> None:
+    """Stops the gradient of the first positions. They do not decay either: position embeddings never do."""
+
+    def without_first(grad_LD: Tensor) -> Tensor:
+        grad_LD = grad_LD.clone()
+        grad_LD[:kept] = 0
+        return grad_LD
+
+    model.text.positional_embedding.register_hook(without_first)
+
+
+def primary_components(feature_BD: Tensor, num: int = COMPONENTS) -> Tensor:
+    """Features without all but the first principal components of their batch, (B, D), of unit length.
+
+    The directions count as constants: the gradient of a singular value decomposition has no bound where two singular
+    values meet.
+    """
+    mean_D = feature_BD.mean(0)
+    centred_BD = feature_BD - mean_D
+    with torch.no_grad():
+        direction_CD = torch.linalg.svd(centred_BD.float(), full_matrices=False).Vh[:num].to(feature_BD.dtype)
+    return nn.functional.normalize(mean_D + (centred_BD @ direction_CD.mT) @ direction_CD, dim=-1)
+
+
+def pairs(image_BD: Tensor, text_2BD: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What is matched with what: images with long texts, their primary components with short ones.
+
+    ``text_2BD`` holds all long texts, then all short ones.
+    """
+    long_BD, short_BD = text_2BD.chunk(2)
+    return [(image_BD, long_BD), (primary_components(image_BD), short_BD)]

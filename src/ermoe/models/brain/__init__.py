@@ -1,0 +1,1 @@
+"""ERMoE-ba: what turns a transformer over volumes into an estimator of brain age."""

@@ -1,0 +1,183 @@
+"""From the outputs of a network to ages: bins with an expectation, or a plain regression.
+
+A head has no parameters of its own. It says how many outputs the network needs, what its loss is, and how its outputs
+are read; its numbers are stored beside the weights, since without them the weights mean nothing.
+
+Letters: B scans, K bins, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ermoe.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBins:
+    """Logits over bins of equal width; the age is their expectation, Σ a_b softmax(g / τ)_b (Eq. 9).
+
+    Args:
+        low, high: range of the bins in years; the last bin may reach beyond ``high``.
+        step: width of a bin in years.
+        labels: "soft" spreads an age over the bins as a normal distribution of width ``sigma``, and the loss is the
+            Kullback–Leibler divergence from it; "hard" is the cross-entropy of the one bin that holds the age.
+        sigma: years.
+        l1: weight of |age − expectation| in years, beside the loss of the bins.
+        temperature: τ of the expectation; 1 is how the network was trained.
+
+    >>> bins = AgeBins(40, 80, sigma=1.0)
+    >>> bins.num_outputs, bins.centres()[:2].tolist()
+    (40, [40.5, 41.5])
+    >>> target_BK = bins.soft_labels(torch.tensor([60.25]))
+    >>> round(float(target_BK.sum()), 5), round(float(target_BK @ bins.centres()), 3)
+    (1.0, 60.25)
+    """
+
+    low: float
+    high: float
+    step: float = 1.0
+    labels: str = "soft"
+    sigma: float = 1.0
+    l1: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.step > 0 and self.high > self.low):
+            raise UserError(
+                f"age bins from {self.low:g} to {self.high:g} by {self.step:g}: need low < high and step > 0"
+            )
+        if self.labels not in ("soft", "hard"):
+            raise UserError(f"labels={self.labels!r}: use 'soft' (Kullback–Leibler) or 'hard' (cross-entropy)")
+        if not (self.sigma > 0 and self.temperature > 0 and self.l1 >= 0):
+            raise UserError("age bins need sigma > 0, temperature > 0 and l1 >= 0")
+
+    @property
+    def num_outputs(self) -> int:
+        """Bins, K."""
+        return math.ceil((self.high - self.low) / self.step - 1e-9)
+
+    def edges(self) -> Tensor:
+        """Where bins begin, and where the last one ends, (K + 1,)."""
+        return self.low + self.step * torch.arange(self.num_outputs + 1, dtype=torch.float32)
+
+    def centres(self) -> Tensor:
+        """The ages a_b that bins stand for."""
+        return self.edges()[:-1] + self.step / 2
+
+    def soft_labels(self, age_B: Tensor) -> Tensor:
+        """Probabilities (B, K); an age beyond the bins counts as their end."""
+        edge_K = self.edges().to(age_B)
+        age_B1 = age_B.clamp(float(edge_K[0]), float(edge_K[-1])).unsqueeze(1)
+        mass_BK = torch.special.ndtr((edge_K - age_B1) / self.sigma).diff(dim=1)
+        return mass_BK / mass_BK.sum(1, keepdim=True)
+
+    def bin_of(self, age_B: Tensor) -> Tensor:
+        """The bin that holds each age."""
+        return ((age_B - self.low) / self.step).floor().long().clamp(0, self.num_outputs - 1)
+
+    def loss(self, output_BK: Tensor, age_B: Tensor) -> Tensor:
+        """The mean over scans."""
+        if self.labels == "soft":
+            loss = F.kl_div(output_BK.log_softmax(-1), self.soft_labels(age_B), reduction="batchmean")
+        else:
+            loss = F.cross_entropy(output_BK, self.bin_of(age_B))
+        if self.l1:
+            loss = loss + self.l1 * (self.expectation(output_BK.softmax(-1)) - age_B).abs().mean()
+        return loss
+
+    def probability(self, output_BK: Tensor, temperature: float | None = None) -> Tensor:
+        """softmax(g / τ), (B, K)."""
+        return (output_BK.float() / (self.temperature if temperature is None else temperature)).softmax(-1)
+
+    def expectation(self, probability_BK: Tensor) -> Tensor:
+        """Σ a_b p_b, (B,)."""
+        return probability_BK @ self.centres().to(probability_BK)
+
+    def age(self, output_BK: Tensor) -> Tensor:
+        """Predicted ages (B,)."""
+        return self.expectation(self.probability(output_BK))
+
+    def quantiles(self, probability_BK: Tensor, levels: Sequence[float]) -> Tensor:
+        """Ages below which the given shares of the probability lie, (B, Q); within a bin it is spread evenly.
+
+        >>> bins = AgeBins(50, 54)
+        >>> bins.quantiles(torch.tensor([[0.0, 0.5, 0.5, 0.0]]), [0.25, 0.5]).tolist()
+        [[51.5, 52.0]]
+        """
+        cumulative_BK = F.pad(probability_BK.double().cumsum(1), (1, 0))
+        cumulative_BK = cumulative_BK / cumulative_BK[:, -1:]
+        level_BQ = torch.tensor(levels, dtype=torch.float64).expand(len(probability_BK), -1).contiguous()
+        upper_BQ = torch.searchsorted(cumulative_BK, level_BQ).clamp(1, self.num_outputs)
+        below_BQ, above_BQ = cumulative_BK.gather(1, upper_BQ - 1), cumulative_BK.gather(1, upper_BQ)
+        share_BQ = (level_BQ - below_BQ) / (above_BQ - below_BQ).clamp_min(1e-12)
+        return (self.low + self.step * (upper_BQ - 1 + share_BQ)).float()
+
+    def as_json(self) -> dict[str, Any]:
+        """For `age_head`."""
+        return {"kind": "bins", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class AgeRegression:
+    """One output in units of ``scale`` years around ``mean``, trained with the absolute error (Alg. 2).
+
+    >>> AgeRegression(mean=60.0, scale=10.0).age(torch.tensor([[0.5]])).tolist()
+    [65.0]
+    """
+
+    mean: float
+    scale: float
+
+    num_outputs = 1
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise UserError(f"scale={self.scale}: a regression of ages needs a positive scale in years")
+
+    def age(self, output_B1: Tensor) -> Tensor:
+        """Predicted ages (B,)."""
+        return self.mean + self.scale * output_B1.float().squeeze(-1)
+
+    def loss(self, output_B1: Tensor, age_B: Tensor) -> Tensor:
+        """The mean absolute error, in units of ``scale``."""
+        return (self.age(output_B1) - age_B).abs().mean() / self.scale
+
+    def as_json(self) -> dict[str, Any]:
+        """For `age_head`."""
+        return {"kind": "regression", **asdict(self)}
+
+
+AgeHead = AgeBins | AgeRegression
+
+
+def age_head(description: dict[str, Any]) -> AgeHead:
+    """The head that ``as_json`` described.
+
+    >>> age_head(AgeBins(40, 80).as_json()) == AgeBins(40, 80)
+    True
+    """
+    kinds: dict[str, type[AgeBins] | type[AgeRegression]] = {"bins": AgeBins, "regression": AgeRegression}
+    numbers = {name: value for name, value in description.items() if name != "kind"}
+    return kinds[description["kind"]](**numbers)
+
+
+def fit_temperature(bins: AgeBins, output_BK: Tensor, age_B: Tensor) -> float:
+    """τ that makes known ages most probable, −mean log p(bin of age) least, by trying 81 values from 0.2 to 20.
+
+    >>> bins = AgeBins(50, 60)
+    >>> sure = 20 * F.one_hot(torch.tensor([2, 3, 4]), 10).float()
+    >>> fit_temperature(bins, sure, torch.tensor([52.5, 56.5, 59.5])) > 2  # sure of itself, and often wrong
+    True
+    """
+    density = output_BK.double()
+    candidates = torch.logspace(math.log10(0.2), math.log10(20), 81, dtype=torch.float64)
+    losses = [F.cross_entropy(density / tau, bins.bin_of(age_B)) for tau in candidates]
+    return float(candidates[int(torch.stack(losses).argmin())])

@@ -1,0 +1,182 @@
+"""How good predicted ages are, with intervals from resampling people.
+
+Every figure is a function of a few sums over scans, so a resampling of people is a product of two matrices: how often
+each person was drawn, and each person's sums.
+
+Letters: N scans, P people, S sums, D draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ermoe.errors import UserError
+
+Array = NDArray[np.float64]
+DRAWS = 2000
+
+LABELS = {
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "r2": "R²",
+    "r": "r",
+    "gap_age_r": "corr(gap, age)",
+    "slope": "slope",
+    "intercept": "intercept",
+    "bias": "mean gap",
+}
+"""Figure → how tables call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure with the limits of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 2) -> str:
+        """
+        >>> Figure(2.307, 2.1, 2.55).text()
+        '2.31 [2.10, 2.55]'
+        """
+        if np.isnan(self.value):
+            return "–"
+        if np.isnan(self.low):
+            return f"{self.value:.{digits}f}"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def figures(age_N: ArrayLike, predicted_N: ArrayLike) -> dict[str, float]:
+    """All figures of `LABELS`: errors in years, and the line predicted = intercept + slope · age.
+
+    What has no meaning, such as a correlation with a constant, is NaN.
+
+    >>> found = figures([50, 60, 70], [52, 60, 68])
+    >>> round(found["mae"], 3), round(found["slope"], 3), round(found["gap_age_r"], 3)
+    (1.333, 0.8, -1.0)
+    """
+    sums_1S = _sums(_as_array(age_N), _as_array(predicted_N)).sum(0, keepdims=True)
+    return {name: float(value[0]) for name, value in _from_sums(sums_1S).items()}
+
+
+def bootstrap(
+    people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, draws: int = DRAWS, seed: int = 0
+) -> dict[str, Figure]:
+    """The figures with percentile intervals over resampled people: all scans of a person are drawn together.
+
+    >>> found = bootstrap(["a", "a", "b", "c"], [50, 51, 60, 70], [52, 52, 61, 66], seed=1)
+    >>> found["mae"].low <= found["mae"].value <= found["mae"].high
+    True
+    """
+    age_N, predicted_N = _as_array(age_N), _as_array(predicted_N)
+    values = figures(age_N, predicted_N)
+    sums_PS = _per_person(people, _sums(age_N, predicted_N))
+    if len(sums_PS) < 2:
+        return {name: Figure(value, np.nan, np.nan) for name, value in values.items()}
+    drawn = _from_sums(_times_drawn(len(sums_PS), draws, seed) @ sums_PS)
+    return {name: Figure(values[name], *_limits(drawn[name])) for name in values}
+
+
+def paired_difference(
+    people: Sequence[Hashable], error_a_N: ArrayLike, error_b_N: ArrayLike, *, draws: int = DRAWS, seed: int = 0
+) -> Figure:
+    """Mean absolute error of a minus that of b, over the same scans, with an interval over resampled people.
+
+    >>> paired_difference(["x", "y", "z"], [1, 1, 1], [-2, 2, 2]).text()
+    '-1.00 [-1.00, -1.00]'
+    """
+    difference_N = np.abs(_as_array(error_a_N)) - np.abs(_as_array(error_b_N))
+    sums_P2 = _per_person(people, np.stack([difference_N, np.ones_like(difference_N)], axis=1))
+    drawn_D2 = _times_drawn(len(sums_P2), draws, seed) @ sums_P2
+    total = sums_P2.sum(0)
+    return Figure(float(total[0] / total[1]), *_limits(drawn_D2[:, 0] / drawn_D2[:, 1]))
+
+
+def by_group(
+    group_N: Sequence[Hashable], people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, seed: int = 0
+) -> dict[Hashable, tuple[int, int, dict[str, Figure]]]:
+    """For every group (None left out, sorted): its scans, its people, its figures."""
+    age_N, predicted_N, person_N = _as_array(age_N), _as_array(predicted_N), np.array([str(p) for p in people])
+    found = {}
+    for group in sorted({group for group in group_N if group is not None}, key=str):
+        rows = np.array([other == group for other in group_N])
+        own = bootstrap(person_N[rows].tolist(), age_N[rows], predicted_N[rows], seed=seed)
+        found[group] = (int(rows.sum()), len(set(person_N[rows])), own)
+    return found
+
+
+def decade(age: float) -> str:
+    """
+    >>> decade(64.3)
+    '60–69'
+    """
+    first = 10 * int(age // 10)
+    return f"{first}–{first + 9}"
+
+
+def _sums(age_N: Array, predicted_N: Array) -> Array:
+    gap_N = predicted_N - age_N
+    columns = [np.ones_like(age_N), np.abs(gap_N), gap_N, gap_N**2, age_N, age_N**2]
+    return np.stack([*columns, predicted_N, predicted_N**2, age_N * predicted_N, age_N * gap_N], axis=1)
+
+
+def _from_sums(sums_DS: Array) -> dict[str, Array]:
+    """Every figure of D samples; ages are centred on 60 nowhere because float64 has digits enough for them."""
+    mean = (sums_DS / sums_DS[:, :1]).T
+    _, absolute, gap, squared_gap, age, squared_age, predicted, squared_predicted, product, age_gap = mean
+    age_variance = squared_age - age**2
+    predicted_variance = squared_predicted - predicted**2
+    gap_variance = squared_gap - gap**2
+    covariance = product - age * predicted
+    slope = _ratio(covariance, age_variance)
+    return {
+        "mae": absolute,
+        "rmse": np.sqrt(squared_gap),
+        "r2": 1 - _ratio(squared_gap, age_variance),
+        "r": _ratio(covariance, np.sqrt(_positive(age_variance) * _positive(predicted_variance))),
+        "gap_age_r": _ratio(age_gap - age * gap, np.sqrt(_positive(age_variance) * _positive(gap_variance))),
+        "slope": slope,
+        "intercept": predicted - slope * age,
+        "bias": gap,
+    }
+
+
+def _ratio(above: Array, below: Array) -> Array:
+    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 1e-9)
+
+
+def _positive(values: Array) -> Array:
+    return np.maximum(values, 0)
+
+
+def _per_person(people: Sequence[Hashable], values_NS: Array) -> Array:
+    number = {person: row for row, person in enumerate(dict.fromkeys(people))}
+    total_PS = np.zeros((len(number), values_NS.shape[1]))
+    np.add.at(total_PS, [number[person] for person in people], values_NS)
+    return total_PS
+
+
+def _times_drawn(num_people: int, draws: int, seed: int) -> Array:
+    equal = np.full(num_people, 1 / num_people)
+    return np.random.default_rng(seed).multinomial(num_people, equal, size=draws).astype(np.float64)
+
+
+def _limits(drawn_D: Array) -> tuple[float, float]:
+    known = drawn_D[~np.isnan(drawn_D)]
+    if not len(known):
+        return np.nan, np.nan
+    low, high = np.quantile(known, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _as_array(values: ArrayLike) -> Array:
+    array = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise UserError("ages and predictions must be finite numbers: leave out scans that have none")
+    return array

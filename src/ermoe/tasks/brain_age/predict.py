@@ -1,0 +1,146 @@
+"""Ages of new scans. Nothing stops at a scan that cannot be used: its row says why."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from ermoe.data.brain.preprocess import Volume, prepare
+from ermoe.data.brain.scans import Scan
+from ermoe.errors import UserError
+from ermoe.models.brain.contrast import network_input
+from ermoe.tasks.brain_age.model import BrainAgeModel
+from ermoe.tasks.brain_age.results import LEVEL
+
+_log = logging.getLogger("ermoe")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One scan's row. Numbers are NaN where there is none; ``problem`` says why a scan has no age."""
+
+    participant_id: str
+    session_id: str | None
+    scan: str
+    age: float
+    """Chronological, if the table has one."""
+    sex: str | None
+    brain_age: float
+    """Raw: the mean over folds of the expectation."""
+    brain_age_low: float
+    brain_age_high: float
+    """Limits of the 90 % interval."""
+    brain_age_calibrated: float
+    """By the pooled line of held-out people; needs no age."""
+    brain_age_calibrated_sex: float
+    """By the line of the scan's sex."""
+    gap: float
+    """Raw brain age minus age."""
+    fold_sd: float
+    """Standard deviation over the folds that judged."""
+    num_folds: int
+    mask_source: str | None
+    seen_in_training: bool
+    """The person was: only folds that had not learnt from them judge, if there are such."""
+    outside_age_range: bool
+    """Age, or where it is unknown brain age, outside of those in training."""
+    unusual_mask: bool
+    """No training scan had its mask from this source."""
+    problem: str
+
+    @classmethod
+    def failure(cls, scan: Scan, reason: str) -> Prediction:
+        """The row of a scan that could not be used."""
+        numbers = dict.fromkeys(_NUMBERS, math.nan)
+        age = math.nan if scan.age is None else scan.age
+        flags = {"seen_in_training": False, "outside_age_range": False, "unusual_mask": False}
+        return cls(
+            scan.participant_id, scan.session_id, str(scan.t1), age, scan.sex,
+            num_folds=0, mask_source=None, problem=reason, **numbers, **flags,
+        )  # fmt: skip
+
+
+_NUMBERS = (
+    "brain_age", "brain_age_low", "brain_age_high", "brain_age_calibrated", "brain_age_calibrated_sex", "gap",
+    "fold_sd",
+)  # fmt: skip
+COLUMNS = tuple(field.name for field in fields(Prediction))
+
+
+def predict(
+    model: BrainAgeModel,
+    scans: Sequence[Scan],
+    *,
+    read: Callable[[Scan], Volume] | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Prediction]:
+    """A row for every scan, as it is ready. ``read`` prepares a scan; by default as the model's training did."""
+    prepared = read or (lambda scan: prepare(scan, model.preprocessing))
+    warned: set[str] = set()
+    for scan in scans:
+        try:
+            volume = prepared(scan)
+            row = _judge(model, scan, volume, device)
+        except UserError as reason:
+            yield Prediction.failure(scan, str(reason))
+            continue
+        if row.unusual_mask and volume.mask_source not in warned:
+            warned.add(volume.mask_source)
+            known = ", ".join(model.mask_sources)
+            _log.warning(
+                "brain masks from %r: the model was trained with masks from %s, which cut brains out differently",
+                volume.mask_source,
+                known,
+            )
+        yield row
+
+
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.device | str) -> Prediction:
+    folds, seen = model.folds_for(scan.participant_id)
+    t1 = torch.from_numpy(np.array(volume.t1_XYZ)).unsqueeze(0)
+    mask = torch.from_numpy(np.array(volume.mask_XYZ)).unsqueeze(0)
+    seen, mask = network_input(model.input, t1, mask)
+    output_FBK = model.outputs(seen.to(device), mask.to(device), folds)
+    raw = float(model.ages(output_FBK)[0])
+    if not math.isfinite(raw):
+        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
+    single_F = torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK])
+    limits_B2 = model.intervals(output_FBK, LEVEL)
+    low, high = (math.nan, math.nan) if limits_B2 is None else limits_B2[0].tolist()
+    age = math.nan if scan.age is None else scan.age
+    youngest, oldest = model.age_range
+    known_age = raw if scan.age is None else scan.age
+    return Prediction(
+        participant_id=scan.participant_id,
+        session_id=scan.session_id,
+        scan=str(scan.t1),
+        age=age,
+        sex=scan.sex,
+        brain_age=raw,
+        brain_age_low=low,
+        brain_age_high=high,
+        **_calibrated(model, raw, scan.sex),
+        gap=raw - age,
+        fold_sd=float(single_F.std(unbiased=False)),
+        num_folds=len(folds),
+        mask_source=volume.mask_source,
+        seen_in_training=seen,
+        outside_age_range=not youngest <= known_age <= oldest,
+        unusual_mask=volume.mask_source not in model.mask_sources,
+        problem="",
+    )
+
+
+def _calibrated(model: BrainAgeModel, raw: float, sex: str | None) -> dict[str, Any]:
+    if model.calibration is None:
+        return {"brain_age_calibrated": math.nan, "brain_age_calibrated_sex": math.nan}
+    return {
+        "brain_age_calibrated": float(model.calibration.pooled([raw])[0]),
+        "brain_age_calibrated_sex": float(model.calibration.by_sex([raw], [sex])[0]),
+    }
