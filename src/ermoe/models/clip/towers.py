@@ -1,0 +1,103 @@
+"""The two towers of a CLIP, with open_clip's parameter names, so that weights go both ways.
+
+Letters: B images or texts, L tokens of a text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import QuickGELU, TextTransformer
+from timm.layers import PatchDropout
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The size of a text tower; defaults are those of CLIP ViT-B.
+
+    OpenAI's weights need ``quick_gelu``, most others do not, and a mistake costs accuracy without any error.
+    """
+
+    context_length: int = 77
+    vocab_size: int = 49408
+    width: int = 512
+    heads: int = 8
+    layers: int = 12
+    quick_gelu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "vocab_size", "width", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"text tower: {name}={getattr(self, name)}; need at least 1")
+        if self.width % self.heads:
+            raise UserError(f"text tower: heads={self.heads} do not divide width={self.width}")
+
+
+class TextTower(TextTransformer):
+    """open_clip's causal transformer, which also takes texts that are cut to the longest of a batch."""
+
+    def __init__(self, shape: TextShape, embed_dim: int) -> None:
+        super().__init__(
+            context_length=shape.context_length,
+            vocab_size=shape.vocab_size,
+            width=shape.width,
+            heads=shape.heads,
+            layers=shape.layers,
+            output_dim=embed_dim,
+            act_layer=QuickGELU if shape.quick_gelu else nn.GELU,
+        )
+        self.shape = shape
+        self.attn_mask = None  # made anew for every length: as a buffer, its infinities would enter weight averages
+
+    def _embeds(self, text_BL: Tensor) -> tuple[Tensor, Tensor]:
+        length = text_BL.shape[1]
+        if length > self.context_length:
+            raise UserError(f"a text of {length} tokens does not fit the {self.context_length} of this text tower")
+        token_BLD = self.token_embedding(text_BL) + self.positional_embedding[:length]
+        return token_BLD, token_BLD.new_full((length, length), -math.inf).triu(1)
+
+
+class ImageTower(TimmModel):
+    """A timm trunk and a linear projection without bias."""
+
+    def __init__(self, trunk: Any, embed_dim: int) -> None:
+        nn.Module.__init__(self)  # TimmModel's own would create the trunk by name, without arguments
+        self.image_size = tuple(trunk.patch_embed.img_size)
+        self.trunk = trunk
+        projection = nn.Linear(trunk.num_features, embed_dim, bias=False)
+        self.head = nn.Sequential(OrderedDict(drop=nn.Dropout(0.0), proj=projection))
+
+    def no_weight_decay(self) -> set[str]:
+        """The trunk's exceptions under their names here."""
+        return {f"trunk.{name}" for name in self.trunk.no_weight_decay()}
+
+    @contextmanager
+    def dropping_patches(self, share: float) -> Iterator[None]:
+        """Within the block a random ``share`` of each image's patches is left out, in training mode only."""
+        if not 0 < share < 1:
+            raise UserError(f"patches to drop: {share}; need a share between 0 and 1")
+        before = self.trunk.patch_drop
+        self.trunk.patch_drop = PatchDropout(share, num_prefix_tokens=self.trunk.num_prefix_tokens).train(self.training)
+        try:
+            yield
+        finally:
+            self.trunk.patch_drop = before
+
+
+def trim(text_BL: Tensor) -> Tensor:
+    """Texts without the padding that all of them share: a causal tower does not see what follows a text's end.
+
+    >>> import torch
+    >>> trim(torch.tensor([[5, 9, 0, 0], [5, 7, 9, 0]])).shape
+    torch.Size([2, 3])
+    """
+    return text_BL[:, : max(1, int((text_BL != 0).any(0).sum()))]

@@ -1,0 +1,1 @@
+"""Image–text retrieval: contrastive training, exact ranking under named protocols, search, zero-shot classification."""
