@@ -63,6 +63,14 @@ def test_tail_mass_falls_with_k_and_vanishes_at_the_number_of_experts(generator)
     assert (tails[-1] == 0).all()
 
 
+def test_tail_masses_hold_every_k_at_once(generator):
+    score = 2 * torch.rand(30, 5, generator=generator, dtype=torch.float64) - 1
+    tails = measures.tail_masses(score, 0.2)
+    for k in range(1, 6):
+        expected = torch.tensor([slow.tail_mass(row, 0.2, k) for row in score.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(tails[:, k - 1], expected, equal_nan=True)
+
+
 def test_tail_mass_refuses_a_threshold_below_which_weights_would_be_negative():
     with pytest.raises(ValueError, match="at least 0"):
         measures.tail_mass(torch.zeros(1, 2), -0.5, 1)

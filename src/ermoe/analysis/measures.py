@@ -47,19 +47,29 @@ def fell_back(score_TE: Tensor, threshold: float) -> Tensor:
     return score_TE.amax(-1) < threshold
 
 
-def tail_mass(score_TE: Tensor, threshold: float, top_k: int) -> Tensor:
-    """Share of the weight above the threshold that lies beyond the k best, (T,) (paper, supplement).
+def tail_masses(score_TE: Tensor, threshold: float) -> Tensor:
+    """Share of the weight above the threshold that lies beyond the k best, for every k from 1 to E, (T, E).
 
-    With A = {e : s_e > threshold} and weights ∝ s renormalised on A, it is the weight of A without its k best. NaN
-    for a token with an empty A.
+    With A = {e : s_e > threshold} and weights ∝ s renormalised on A, column k − 1 is the weight of A without its k best
+    (paper, supplement). NaN for a token with an empty A.
 
-    >>> tail_mass(torch.tensor([[0.9, 0.6, 0.5, 0.2], [0.1, 0.2, 0.3, 0.4]]), threshold=0.4, top_k=2).tolist()
-    [0.25, nan]
+    >>> tail_masses(torch.tensor([[0.5, 0.75, 0.75, 0.2]]), threshold=0.4).tolist()
+    [[0.625, 0.25, 0.0, 0.0]]
     """
     if threshold < 0:
         raise ValueError(f"threshold={threshold}: weights proportional to scores need a threshold of at least 0")
     above_TE = torch.where(score_TE > threshold, score_TE, 0).sort(-1, descending=True).values
-    return above_TE[:, top_k:].sum(-1) / above_TE.sum(-1)
+    from_TE = above_TE.flip(-1).cumsum(-1).flip(-1)  # what the k-th best and all after it have
+    return torch.nn.functional.pad(from_TE[:, 1:], (0, 1)) / from_TE[:, :1]
+
+
+def tail_mass(score_TE: Tensor, threshold: float, top_k: int) -> Tensor:
+    """Column ``top_k`` of `tail_masses`, (T,): what a choice of ``top_k`` experts leaves out.
+
+    >>> tail_mass(torch.tensor([[0.9, 0.6, 0.5, 0.2], [0.1, 0.2, 0.3, 0.4]]), threshold=0.4, top_k=2).tolist()
+    [0.25, nan]
+    """
+    return tail_masses(score_TE, threshold)[:, min(top_k, score_TE.shape[-1]) - 1]
 
 
 def margin(score_TE: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: no network, no scripts, readable on a phone, printable.
+"""One HTML file that needs nothing else: no network, readable on a phone, printable.
 
 Text goes in as text and is escaped here; whatever is markup already is a `Markup`, made by one of these functions.
 """
@@ -43,13 +43,27 @@ class Page:
             items = "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in facts.items())
             self._header.append(f'<ul class="facts">{items}</ul>')
         self._sections: list[str] = []
+        self._headings: list[str] = []
+        self._scripts: list[str] = []
 
     def section(self, title: str, lead: str, blocks: Iterable[Markup]) -> None:
         """Appends a heading, a sentence that says what to look for, and what there is to see."""
         body = "\n".join(blocks)
+        self._headings.append(title)
         self._sections.append(
-            f'<section>\n<h2>{escape(title)}</h2>\n<p class="lead">{escape(lead)}</p>\n{body}\n</section>'
+            f'<section id="{_anchor(title)}">\n<h2>{escape(title)}</h2>\n<p class="lead">{escape(lead)}</p>\n{body}\n'
+            "</section>"
         )
+
+    def contents(self) -> None:
+        """Puts links to the sections so far below the title."""
+        links = "".join(f'<li><a href="#{_anchor(title)}">{escape(title)}</a></li>' for title in self._headings)
+        self._header.append(f'<nav><ul class="contents">{links}</ul></nav>')
+
+    def script(self, name: str) -> None:
+        """Lets the page run a script that comes with this package, after everything else."""
+        text = files("ermoe.analysis").joinpath(name).read_text(encoding="utf-8")
+        self._scripts.append(f"<script>\n{text}</script>")
 
     def html(self) -> str:
         """The whole page."""
@@ -60,6 +74,7 @@ class Page:
             header="\n".join(self._header),
             body="\n".join(self._sections),
             footer=f"Written by ermoe {escape(ermoe.__version__)}.",
+            scripts="\n".join(self._scripts),
         )
 
     def write(self, path: str | PathLike[str]) -> Path:
@@ -75,9 +90,16 @@ def grid(blocks: Iterable[Markup], *, pairs: bool = False) -> Markup:
     return Markup(f'<div class="{kind}">\n' + "\n".join(blocks) + "\n</div>")
 
 
-def figure(content: Markup, title: str, caption: str = "") -> Markup:
-    """A framed picture with a title in bold and a sentence."""
-    return Markup(f"<figure>\n{content}\n<figcaption><b>{escape(title)}</b> {escape(caption)}</figcaption>\n</figure>")
+def figure(content: Markup, title: str, caption: str = "", *, source: str = "") -> Markup:
+    """A framed picture with a title in bold, a sentence, and the name under which its files lie beside the page."""
+    files_ = f' <code class="source">{escape(source)}</code>' if source else ""
+    text = f"<b>{escape(title)}</b> {escape(caption)}{files_}"
+    return Markup(f"<figure>\n{content}\n<figcaption>{text}</figcaption>\n</figure>")
+
+
+def heading(text: str) -> Markup:
+    """A heading within a section."""
+    return Markup(f"<h3>{escape(text)}</h3>")
 
 
 def table(
@@ -107,11 +129,12 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 def tiles(images: Iterable[tuple[Image.Image, str]]) -> Markup:
     """Small (image, description) pairs, five a row."""
-    cells = (f'<img src="{_data_uri(image)}" alt="{escape(text)}">' for image, text in images)
+    cells = (f'<img src="{data_uri(image)}" alt="{escape(text)}">' for image, text in images)
     return Markup('<div class="tiles">' + "".join(cells) + "</div>")
 
 
-def _data_uri(image: Image.Image) -> str:
+def data_uri(image: Image.Image) -> str:
+    """An image as an address that holds it."""
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=90, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -119,10 +142,20 @@ def _data_uri(image: Image.Image) -> str:
 
 def svg(drawing: Figure, description: str) -> Markup:
     """A matplotlib figure as inline SVG that takes the page's font and keeps its text as text."""
+    return inline_svg(svg_text(drawing, description), description)
+
+
+def svg_text(drawing: Figure, description: str) -> str:
+    """A matplotlib figure as an SVG file, the same every time. Its layout is settled afterwards."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
         drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    drawing.set_layout_engine("none")  # whoever saves it again need not lay it out again
+    return buffer.getvalue()
+
+
+def inline_svg(text: str, description: str) -> Markup:
+    """What `svg_text` made, for the inside of a page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # known to every HTML parser, and no address belongs on the page
@@ -130,3 +163,12 @@ def svg(drawing: Figure, description: str) -> Markup:
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
     text = re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{escape(description)}"', text)
     return Markup(re.sub(r"\s*\n\s*", "\n", text).strip())
+
+
+def _anchor(title: str) -> str:
+    """The name of a section in links.
+
+    >>> _anchor("Where the patches go")
+    'where-the-patches-go'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")

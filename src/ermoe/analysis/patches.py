@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,12 @@ def patch_experts(model: nn.Module, image_BCHW: Tensor, grid_hw: tuple[int, int]
         name: _largest(weight_TE.view(len(image_BCHW), -1, weight_TE.shape[-1]), grid_hw)
         for name, weight_TE in weights.items()
     }
+
+
+def patch_grid(model: Any, image_BCHW: Tensor) -> tuple[int, int]:
+    """Rows and columns of patches into which a model cuts these images, from the strides of its first convolution."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    return image_BCHW.shape[-2] // first.stride[0], image_BCHW.shape[-1] // first.stride[1]
 
 
 def _largest(weight_BNE: Tensor, grid_hw: tuple[int, int]) -> Tensor:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 INK, MUTED, LINE, ACCENT = "#1c2230", "#667085", "#d0d5dd", "#0f766e"
 _EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"]
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
+HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
 
@@ -121,7 +121,7 @@ def draw_class_map(axes: Axes, share_CE: NDArray[np.float64], class_names: Seque
     """Dark where a class prefers an expert; percentages where there is room for them."""
     num_classes, num_experts = share_CE.shape
     highest = max(float(np.nanmax(share_CE, initial=0)), 2 / num_experts)
-    axes.imshow(share_CE, cmap=_HEAT, vmin=0, vmax=highest, aspect="auto", interpolation="none")
+    axes.imshow(share_CE, cmap=HEAT, vmin=0, vmax=highest, aspect="auto", interpolation="none")
     step = max(1, -(-num_classes // 30))
     axes.set_yticks(range(0, num_classes, step), list(class_names)[::step])
     axes.set_xticks(range(0, num_experts, max(1, num_experts // 16)))

@@ -79,7 +79,7 @@ def routing_figures(tally: Tally) -> dict[str, float]:
         "weight_cv2": measures.load_cv2(totals.weight_E),
         "max_load": measures.max_load(totals.count_E),
         "fallback_rate": totals.num_fell_back / totals.num_judged,
-        "tail_mass": totals.tail_sum / totals.num_above,
+        "tail_mass": totals.tail_sum_E[(tally.top_k or 1) - 1] / totals.num_above,
         "margin": totals.margin_sum / totals.num_scored,
         "spread": totals.spread_sum / totals.num_scored,
         "near_zero_rate": totals.num_near_zero / num_pairs,
@@ -93,10 +93,18 @@ def routing_figures(tally: Tally) -> dict[str, float]:
 def geometry_figures(layer: nn.Module) -> dict[str, float]:
     """The measures of a layer's bases, as they are now; NaN for a layer without any."""
     basis_EDr = routing_basis(layer)
-    errors = [float(orthonormality_error(_whole(basis)).max()) for basis in bases(layer)]
     return {
         "subspace_overlap": math.nan if basis_EDr is None else float(measures.subspace_overlap(basis_EDr)),
-        "orthonormality_error": max(errors, default=math.nan),
+        "orthonormality_error": max(basis_errors(layer).values(), default=math.nan),
+    }
+
+
+def basis_errors(layer: nn.Module) -> dict[str, float]:
+    """The spectral orthonormality error of every stack of bases of a layer, by its name: that of the worst expert."""
+    named = {id(parameter): name for name, parameter in layer.named_parameters()}
+    return {
+        named[id(basis)].removeprefix("experts."): float(orthonormality_error(_whole(basis)).max())
+        for basis in bases(layer)
     }
 
 

@@ -25,7 +25,7 @@ class Totals:
     """Everything about a layer that may be summed: over batches, and over processes.
 
     Sums come with their own denominators (``num_judged``, ``num_scored``, ``num_above``), so that a notion the router
-    does not have ends as 0 / 0 = NaN. The last row of ``count_CE`` is of tokens without a label.
+    does not have ends as 0 / 0 = NaN. The last row of ``count_CE`` and ``weight_CE`` is of tokens without a label.
     """
 
     num_tokens: Tensor  # real ones; padding counts nowhere
@@ -38,12 +38,13 @@ class Totals:
     num_above: Tensor
     margin_sum: Tensor
     spread_sum: Tensor
-    tail_sum: Tensor
+    tail_sum_E: Tensor  # column k − 1: of k experts a token
     count_E: Tensor
     weight_E: Tensor
     score_B: Tensor
     best_score_B: Tensor
     count_CE: Tensor
+    weight_CE: Tensor
 
     @classmethod
     def zeros(cls, num_experts: int, num_classes: int, device: torch.device) -> Totals:
@@ -66,12 +67,13 @@ class Totals:
             num_above=count(),
             margin_sum=total(),
             spread_sum=total(),
-            tail_sum=total(),
+            tail_sum_E=total(num_experts),
             count_E=count(num_experts),
             weight_E=total(num_experts),
             score_B=count(NUM_BINS),
             best_score_B=count(NUM_BINS),
             count_CE=count(num_classes + 1, num_experts),
+            weight_CE=total(num_classes + 1, num_experts),
         )
 
     def cpu(self) -> Totals:
@@ -183,10 +185,10 @@ class Tally:
         self._add_histogram(totals.score_B, score_TE, real_T.unsqueeze(1).expand_as(score_TE))
         self._add_histogram(totals.best_score_B, score_TE.amax(-1), real_T)
         if self.threshold is not None and self.top_k is not None:
-            tail_T = measures.tail_mass(score_TE, self.threshold, self.top_k)
-            has_tail_T = real_T & ~tail_T.isnan()
+            tail_TE = measures.tail_masses(score_TE, self.threshold)
+            has_tail_T = real_T & ~tail_TE[:, 0].isnan()
             totals.num_above += has_tail_T.sum()
-            totals.tail_sum += _sum(tail_T, has_tail_T)
+            totals.tail_sum_E += torch.where(has_tail_T.unsqueeze(1), tail_TE, 0).sum(0, dtype=totals.tail_sum_E.dtype)
 
     def _add_histogram(self, histogram_B: Tensor, score: Tensor, real: Tensor) -> None:
         bin_ = torch.bucketize(score, self._edge_B, right=True)  # edge[b − 1] <= score < edge[b]
@@ -199,6 +201,8 @@ class Tally:
             self.label_G = None
         index_A = label_A * self.num_experts + pairs.expert_A
         self.totals.count_CE.view(-1).scatter_add_(0, index_A, pairs.kept_A.long())
+        weight_CE = self.totals.weight_CE
+        weight_CE.view(-1).scatter_add_(0, index_A, (pairs.weight_A * pairs.kept_A).to(weight_CE.dtype))
 
     def _label_of_tokens(self, label_G: Tensor, num_tokens: int) -> Tensor:
         if len(label_G) == 0 or num_tokens % len(label_G):
@@ -224,10 +228,14 @@ class Tally:
         """Which of the first tokens used which expert, boolean (P, E); P is at most ``probe_tokens``."""
         return self._probe_PE[: min(int(self.num_shown), self.probe_tokens)]
 
+    def tail_mass(self, top_k: int) -> float:
+        """The tail mass that another number of experts a token would leave, at the router's own threshold."""
+        return float(self.totals.tail_sum_E[min(top_k, self.num_experts) - 1] / self.totals.num_above)
+
     def fallback_rate(self, threshold: float) -> float:
         """The fallback rate another threshold would give, from the histogram: exact at its edges, 0, ±0.01, …"""
         num_below = int((self._edge_B.cpu() <= threshold + 1e-6).sum()) + (threshold >= 1)
-        best_score_B = self.totals.best_score_B.cpu()
+        best_score_B = self.totals.best_score_B.cpu().double()
         return float(best_score_B[:num_below].sum() / best_score_B.sum())
 
 

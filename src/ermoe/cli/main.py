@@ -16,8 +16,12 @@ from ermoe.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("ermoe.cli.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
     "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "brain": ("ermoe.cli.brain", "brain age from T1 scans: check, train, report, predict; research use only"),
+    "inspect": ("ermoe.cli.inspect", "see how the experts of one or more models are used, in one HTML file"),
+    "retrieve": ("ermoe.cli.retrieve", "find images by words and captions by images: train, evaluate, index, search"),
     "info": ("ermoe.cli.info", "what a model costs, part by part, beside what the paper prints"),
     "export": ("ermoe.cli.export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
+    "paper": ("ermoe.cli.paper", "every table and figure of the paper as one command, its figures beside ours"),
     "bench": ("ermoe.cli.bench", "time the layer and whole models beside their peers, as ratios in one run"),
 }
 """Name → (module, what it does in one line)."""

@@ -225,7 +225,7 @@ class _Trainer:
         folders = [run.best] if is_best else []
         folders += [run.kept(epoch)] if settings.keep_every and epoch % settings.keep_every == 0 else []
         folders += [run.final] if epoch == settings.epochs else []
-        if not folders or not getattr(self.task, "keeps_models", True):
+        if not folders:
             return
         with self._averaged():
             model = self._whole_model()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 class Task(Protocol):
     """A model, its data and what is wanted of it.
 
-    ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better. A task whose model is
-    none that `ermoe.save` knows says ``keeps_models = False``; its run keeps checkpoints only.
+    ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better.
     """
 
     model: nn.Module

@@ -1,0 +1,98 @@
+"""Figure 3: which classes use which experts, early and late in training, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ermoe.analysis import plots
+from ermoe.analysis.inspection import short
+from ermoe.paper import images
+from ermoe.paper.images import PAPER_RULE, Variant
+from ermoe.paper.study import Findings, Job, Record, Setup, Study, cell, mean, of
+from ermoe.train.run_folder import RunFolder
+
+
+def jobs(setup: Setup) -> list[Job]:
+    """One training a seed, of which models of several epochs are kept."""
+    return [Job(PAPER_RULE, seed, partial(watch, setup, seed)) for seed in setup.each_seed()]
+
+
+def watch(setup: Setup, seed: int) -> dict[str, Any]:
+    """By epoch and layer: mean mixing weight of every class and expert, bits, load, and fallback."""
+    data = images.source(setup)
+    variant = Variant(PAPER_RULE, training={"keep_every": 50 if setup.is_full else 1})
+    folder = images.trained(setup, variant, seed, data).folder
+    found: dict[str, Any] = {}
+    for epoch, place in _first_middle_last(folder):
+        recorder = images.routed(images.loaded(place, variant), data)
+        summary = recorder.summary()
+        found[str(epoch)] = {
+            short(layer): {
+                "weight": plots.class_shares(tally.totals.weight_CE[:-1].cpu().numpy()).round(4).tolist(),
+                "bits": summary[layer]["class_information"],
+                "load_cv2": summary[layer]["load_cv2"],
+                "fallback": summary[layer]["fallback_rate"],
+            }
+            for layer, tally in recorder.tallies.items()
+        }
+    return {"epochs": found, "classes": data.test.classes}
+
+
+def _first_middle_last(folder: Path) -> list[tuple[int, Path]]:
+    kept = sorted(RunFolder(folder).kept(0).parent.glob("epoch-*"))
+    chosen = sorted({0, len(kept) // 2, len(kept) - 1})
+    return [(int(kept[index].name.removeprefix("epoch-")), kept[index]) for index in chosen]
+
+
+def findings(setup: Setup, records: Sequence[Record]) -> Findings:
+    """Bits that the expert tells about the class, by epoch and layer; the maps of the first seed."""
+    epochs = records[0]["figures"]["epochs"]
+    layers = list(next(iter(epochs.values())))
+    header = ["epoch", *(f"class bits, {layer}" for layer in layers), *(f"fallback, {layer}" for layer in layers)]
+    rows = []
+    for epoch in epochs:
+        bits = [cell(of(records, PAPER_RULE, "epochs", epoch, layer, "bits"), ".3f") for layer in layers]
+        fell = [cell(of(records, PAPER_RULE, "epochs", epoch, layer, "fallback"), ".1%") for layer in layers]
+        rows.append([epoch, *bits, *fell])
+    first, last = next(iter(epochs)), list(epochs)[-1]
+    early = mean(of(records, PAPER_RULE, "epochs", first, layers[-1], "bits"))
+    late = mean(of(records, PAPER_RULE, "epochs", last, layers[-1], "bits"))
+    shallow = mean(of(records, PAPER_RULE, "epochs", last, layers[0], "bits"))
+    sentences = [
+        f"Paper: preferences sharpen with training and with depth. Here the expert of the deepest layer tells "
+        f"{early:.3f} bits about the class at epoch {first} and {late:.3f} at epoch {last}: "
+        + ("it sharpens." if late > early else "it does not sharpen."),
+        f"At epoch {last} the first layer tells {shallow:.3f} bits, the deepest {late:.3f}: "
+        + ("deeper is sharper." if late > shallow else "deeper is not sharper."),
+    ]
+    return Findings(header, rows, sentences, _maps(epochs, records[0]["figures"]["classes"]))
+
+
+def _maps(epochs: dict[str, Any], classes: list[str]) -> Figure:
+    layers = list(next(iter(epochs.values())))
+    with plots.style():
+        height = 0.6 + min(max(0.16 * len(classes), 1.6), 5.0)
+        drawing = Figure(figsize=(2.6 * len(layers), height * len(epochs)), layout="constrained")
+        grid = drawing.subplots(len(epochs), len(layers), squeeze=False)
+        for row, (epoch, found) in zip(grid, epochs.items(), strict=True):
+            for axes, layer in zip(row, layers, strict=True):
+                share = np.array(found[layer]["weight"], dtype=np.float64)
+                plots.draw_class_map(axes, share, classes)
+                axes.set_title(f"epoch {epoch}, {layer}", fontsize=8)
+    return drawing
+
+
+STUDY = Study(
+    "train-heatmaps",
+    "mean mixing weight of every class and expert over training",
+    "four layers of ViT-B/16 during 300 epochs of ImageNet; heat maps, no numbers.",
+    images.describe,
+    jobs,
+    findings,
+)
