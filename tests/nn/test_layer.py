@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ermoe.nn import EigenMoE, MoE, Routing, TopKRouter, dense_experts
+from ermoe.nn import EigenMoE, MoE, Routing, TopKRouter, build_experts
 from ermoe.nn.routers import stable_top_k
 
 SCORES = ["eigenbasis", "prototype", "energy", "logit"]
@@ -236,7 +236,7 @@ def test_router_and_experts_must_agree():
     router = build().router
     assert isinstance(router, TopKRouter)
     with pytest.raises(ValueError, match="chooses among 4 experts, but there are 3"):
-        MoE(router, dense_experts(16, 32, num_experts=3))
+        MoE(router, build_experts(16, 32, num_experts=3))
 
 
 def test_state_dict_round_trip_keeps_the_offsets():

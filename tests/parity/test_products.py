@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from ermoe.nn import EigenMoE, dense_experts, eigen_experts, products
+from ermoe.nn import EigenMoE, build_experts, products
 
 KINDS = {
-    "eigen": lambda: eigen_experts(16, 32, num_experts=5, rank=8),
-    "eigen-gated": lambda: eigen_experts(16, 32, num_experts=5, rank=8, gated=True, act_layer=nn.SiLU),
-    "dense": lambda: dense_experts(16, 32, num_experts=5),
-    "dense-gated-no-bias": lambda: dense_experts(16, 32, num_experts=5, gated=True, bias=False),
+    "eigen": lambda: build_experts(16, 32, num_experts=5, rank=8, experts="eigen"),
+    "eigen-gated": lambda: build_experts(16, 32, num_experts=5, rank=8, gated=True, act_layer=nn.SiLU, experts="eigen"),
+    "dense": lambda: build_experts(16, 32, num_experts=5),
+    "dense-gated-no-bias": lambda: build_experts(16, 32, num_experts=5, gated=True, bias=False),
 }
 
 
@@ -69,7 +69,7 @@ def test_grouped_products_refuse_what_the_kernel_cannot_take():
 def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monkeypatch):
     """At full rank, R (I + O) > I O: with enough rows it pays to build W = U diag(s) Vᵀ."""
     torch.manual_seed(0)
-    experts = eigen_experts(16, 32, num_experts=2, rank=16)
+    experts = build_experts(16, 32, num_experts=2, rank=16, experts="eigen")
     x = torch.randn(2 * rows, 16, requires_grad=True)
     merges = []
     monkeypatch.setattr(products, "_merge", lambda *factors, merge=products._merge: merges.append(1) or merge(*factors))

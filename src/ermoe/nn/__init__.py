@@ -2,7 +2,7 @@
 
 from ermoe.nn.attention import ContextAttention, attend, context
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance, update_balance
-from ermoe.nn.experts import DenseLinear, EigenLinear, Experts, dense_experts, eigen_experts
+from ermoe.nn.experts import DenseLinear, EigenLinear, Experts, build_experts
 from ermoe.nn.moe import EigenMoE, MoE
 from ermoe.nn.orthogonality import Retraction, no_weight_decay, orthogonality_loss, retract
 from ermoe.nn.routers import Router, TopKRouter
@@ -29,9 +29,8 @@ __all__ = [
     "Score",
     "TopKRouter",
     "attend",
+    "build_experts",
     "context",
-    "dense_experts",
-    "eigen_experts",
     "no_weight_decay",
     "orthogonality_loss",
     "retract",

@@ -114,7 +114,7 @@ class DenseLinear(nn.Module):
 class Experts(nn.Module):
     """E feed-forward networks of one shape: down(act(up(x))), or down(act(gate(x)) · up(x)) when gated.
 
-    >>> experts = eigen_experts(8, 16, num_experts=2, rank=4)
+    >>> experts = build_experts(8, 16, num_experts=2, experts="eigen", rank=4)
     >>> experts(torch.randn(5, 8), torch.tensor([3, 2])).shape  # three rows for expert 0, two for expert 1
     torch.Size([5, 8])
     """
@@ -195,53 +195,6 @@ class Experts(nn.Module):
         return [size for linear in self.linears() for p in linear.parameters() if p.dim() == 3 for size in p.shape[1:]]
 
 
-def eigen_experts(
-    dim: int,
-    hidden_dim: int,
-    *,
-    num_experts: int,
-    rank: int,
-    gated: bool = False,
-    act_layer: Callable[[], nn.Module] = nn.GELU,
-    bias: bool = True,
-    drop: float = 0.0,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Experts:
-    """Experts whose weights are kept as U diag(s) Vᵀ of the given rank, from random orthonormal bases."""
-
-    def linear(in_dim: int, out_dim: int) -> EigenLinear:
-        return EigenLinear(
-            num_experts, in_dim, out_dim, rank, bias=bias, generator=generator, device=device, dtype=dtype
-        )
-
-    gate = linear(dim, hidden_dim) if gated else None
-    return Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
-
-
-def dense_experts(
-    dim: int,
-    hidden_dim: int,
-    *,
-    num_experts: int,
-    gated: bool = False,
-    act_layer: Callable[[], nn.Module] = nn.GELU,
-    bias: bool = True,
-    drop: float = 0.0,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Experts:
-    """Experts with plain weights."""
-
-    def linear(in_dim: int, out_dim: int) -> DenseLinear:
-        return DenseLinear(num_experts, in_dim, out_dim, bias=bias, generator=generator, device=device, dtype=dtype)
-
-    gate = linear(dim, hidden_dim) if gated else None
-    return Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
-
-
 def build_experts(
     dim: int,
     hidden_dim: int | None = None,
@@ -258,7 +211,7 @@ def build_experts(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Experts:
-    """Experts of width ``hidden_dim`` (4·dim by default): of either kind.
+    """E feed-forward networks with a hidden layer of ``hidden_dim``, 4·dim by default.
 
     Args:
         experts: "dense" (plain weights) or "eigen" (U diag(s) Vᵀ).
@@ -271,14 +224,17 @@ def build_experts(
     hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts}: need at least one expert")
-    mlp: dict[str, Any] = {"gated": gated, "act_layer": act_layer, "bias": bias, "drop": drop}
-    mlp |= {"num_experts": num_experts, "generator": generator, "device": device, "dtype": dtype}
-    if experts == "dense":
-        built = dense_experts(dim, hidden_dim, **mlp)
-    elif experts == "eigen":
-        built = eigen_experts(dim, hidden_dim, rank=min(dim, hidden_dim) if rank is None else rank, **mlp)
-    else:
+    if experts not in ("eigen", "dense"):
         raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
+    shared: dict[str, Any] = {"bias": bias, "generator": generator, "device": device, "dtype": dtype}
+
+    def linear(in_dim: int, out_dim: int) -> EigenLinear | DenseLinear:
+        if experts == "dense":
+            return DenseLinear(num_experts, in_dim, out_dim, **shared)
+        return EigenLinear(num_experts, in_dim, out_dim, min(in_dim, out_dim) if rank is None else rank, **shared)
+
+    gate = linear(dim, hidden_dim) if gated else None
+    built = Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
     if same_start:
         built.same_start = True
         built.reset_parameters(generator)

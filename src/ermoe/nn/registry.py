@@ -77,6 +77,7 @@ def build_layer(router: str, dim: int, hidden_dim: int | None = None, **options:
 
     Every layer but "eigen" has dense experts by default, and ignores ``context``. `options_of` lists the keywords.
 
+    >>> import torch
     >>> layer = build_layer("v-moe", 32, num_experts=4, top_k=1)
     >>> layer(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])

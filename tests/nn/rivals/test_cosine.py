@@ -45,7 +45,7 @@ def test_equal_gates_go_to_lower_experts():
 
 def test_the_loss_is_gshards_over_the_whole_batch():
     layer = ermoe.MoE(
-        CosineRouter(DIM, num_experts=EXPERTS, gshard_weight=0.5), ermoe.nn.dense_experts(DIM, 8, num_experts=EXPERTS)
+        CosineRouter(DIM, num_experts=EXPERTS, gshard_weight=0.5), ermoe.nn.build_experts(DIM, 8, num_experts=EXPERTS)
     )
     x = inputs()[0]
     layer(x)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ermoe.nn.experts import Experts, dense_experts
+from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.moe import MoE
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.assignment import balanced_assignment
@@ -185,9 +185,9 @@ class BaseLayer(MoE):
         if num_sublayers < 1:
             raise ValueError(f"num_sublayers={num_sublayers}: every expert needs at least one")
         stack = [
-            dense_experts(
+            build_experts(
                 dim,
-                4 * dim if hidden_dim is None else hidden_dim,
+                hidden_dim,
                 num_experts=num_experts,
                 act_layer=act_layer,
                 generator=generator,

@@ -38,8 +38,8 @@ class SoftMoE(nn.Module):
         noise_std: of Gaussian noise on the logits in training.
         noise_generator: source of the noise; torch's own generator by default.
 
-    >>> from ermoe.nn import dense_experts
-    >>> layer = SoftMoE(16, dense_experts(16, 32, num_experts=4), num_tokens=12)
+    >>> from ermoe.nn import build_experts
+    >>> layer = SoftMoE(16, build_experts(16, 32, num_experts=4), num_tokens=12)
     >>> layer(torch.randn(2, 12, 16)).shape, layer.slots_per_expert
     (torch.Size([2, 12, 16]), 3)
     """
