@@ -86,3 +86,13 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
     }
     with torch.device(device):
         return timm.create_model(description["architecture"], **args)
+
+
+def num_tokens(model: Any) -> int:
+    """Length of the sequence at the model's own image size."""
+    return model.patch_embed.num_patches + model.num_prefix_tokens
+
+
+def image_size(model: Any) -> tuple[int, ...]:
+    """The model's own size of images."""
+    return tuple(model.patch_embed.img_size)

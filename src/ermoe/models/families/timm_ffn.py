@@ -43,3 +43,8 @@ def no_weights(attn: nn.Module) -> str:
         f"its {type(attn).__name__} has no attention weights to average a context with; "
         "use score='prototype' or score='energy', which need none"
     )
+
+
+def of_block(block: Any) -> FFN:
+    """A block's dense feed-forward network, with the norm before it."""
+    return read(block.mlp, block.norm2)

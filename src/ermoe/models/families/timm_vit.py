@@ -13,7 +13,6 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ermoe.models.families import named_blocks, timm_architecture, timm_ffn
-from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
 
 
@@ -80,20 +79,8 @@ def no_context(block: Any) -> str | None:
     return None
 
 
-def ffn(block: Any) -> FFN:
-    """The block's dense feed-forward network."""
-    return timm_ffn.read(block.mlp, block.norm2)
-
-
-def num_tokens(model: Any) -> int:
-    """Length of the sequence at the model's own image size."""
-    return model.patch_embed.num_patches + model.num_prefix_tokens
-
-
-def image_size(model: Any) -> tuple[int, ...]:
-    """The model's own size of images."""
-    return tuple(model.patch_embed.img_size)
-
-
+ffn = timm_ffn.of_block
+num_tokens = timm_architecture.num_tokens
+image_size = timm_architecture.image_size
 describe = timm_architecture.describe
 build = timm_architecture.build
