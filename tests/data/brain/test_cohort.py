@@ -107,6 +107,12 @@ def test_ages_declared_in_days_stop(tmp_path):
     assert "says that ages are in days" in sentences(open_cohort(root), "error")[0]
 
 
+def test_a_table_without_ids_is_refused(tmp_path):
+    root = bids_set(tmp_path / "set", people=1, table="id\tage\nsub-01\t50\n")
+    with pytest.raises(UserError, match=r"participants.tsv has no column participant_id"):
+        open_cohort(root)
+
+
 def test_duplicate_rows_are_named(tmp_path):
     rows = table("sub-01\t50\tM", "sub-01\t50\tM")
     (error,) = sentences(open_cohort(bids_set(tmp_path / "set", people=1, table=rows)), "error")

@@ -12,6 +12,7 @@ from ermoe.data.brain.identity import canonical_id, look_alikes, prefixed
 from ermoe.data.brain.problems import Problem, Severity
 from ermoe.data.brain.scans import Sex
 from ermoe.data.brain.table import Table, given
+from ermoe.errors import UserError
 
 Key = tuple[str, str | None]
 _SITE = ("site", "site_id", "center", "centre")
@@ -30,6 +31,8 @@ class People:
     @classmethod
     def of(cls, table: Table) -> People:
         """Rows that come twice are reported, whether or not they say the same."""
+        if not table.has("participant_id"):
+            raise UserError(f"{table.path} has no column participant_id: rows are joined with scans by it")
         people = cls(table.path)
         for row in table.rows:
             participant_id = given(row.get("participant_id"))

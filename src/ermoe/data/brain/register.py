@@ -19,7 +19,7 @@ from ermoe.errors import UserError
 
 Double = NDArray[np.float64]
 
-_WORK_MM = 4.0  # an affine is a matter of the whole head; finer voxels take longer and move it by 0.1 mm
+_WORK_MM = 4.0  # an affine is a matter of the whole head, and finer voxels take far longer
 _BINS = 32
 _ITERATIONS = [100, 60]
 _FACTORS = [2, 1]
