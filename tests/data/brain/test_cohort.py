@@ -236,8 +236,8 @@ def test_scans_to_predict(tmp_path):
     assert [scan.key for scan in found.scans] == ["sub-02"]
     assert found.scans[0].labels is not None
     assert {problem.severity for problem in found.problems} == {"warning"}
-    # A file on its own is only itself: no derivative is looked for elsewhere.
-    assert open_scans([root / "sub-02" / "anat" / "sub-02_T1w.nii.gz"]).scans[0].labels is None
+    # A file inside a BIDS root finds what the root has for it.
+    assert open_scans([root / "sub-02" / "anat" / "sub-02_T1w.nii.gz"]).scans[0].labels == found.scans[0].labels
 
 
 @pytest.mark.parametrize(

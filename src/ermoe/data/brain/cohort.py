@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ermoe.data.brain.bids import Name, is_bids_root, stem
 from ermoe.data.brain.bids_cohort import bids_cohort
-from ermoe.data.brain.derivatives import find_siblings
+from ermoe.data.brain.derivatives import find_derivatives, find_siblings
 from ermoe.data.brain.flat_cohort import flat_cohort
 from ermoe.data.brain.options import CohortOptions, TissueFrom, participant_labels
 from ermoe.data.brain.problems import Problem
@@ -87,8 +87,8 @@ def open_scans(
 ) -> Cohort:
     """Scans to look at or to predict: NIfTI files, folders with NIfTI files, BIDS roots, or tables; no age is needed.
 
-    A BIDS root brings its derivatives with it. A file named on its own brings only a mask or a segmentation that lies
-    beside it under a BIDS name.
+    A BIDS root brings its derivatives with it, and so does a file inside one. A file from elsewhere brings only a mask
+    or a segmentation that lies beside it under a BIDS name.
     """
     options = CohortOptions(participants=participant_labels(participants), tissue_from=tissue_from, t1_rule=t1_rule)
     scans: list[Scan] = []
@@ -129,8 +129,17 @@ def _lone_scan(path: Path, options: CohortOptions) -> Scan:
     if "sub" not in entities:
         return Scan(stem(path), None, path)
     participant_id, session_id = f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None
-    found = find_siblings(path, tissue_from=options.tissue_from, subject=participant_id)
+    root = _enclosing_root(path)
+    if root is None:
+        found = find_siblings(path, tissue_from=options.tissue_from, subject=participant_id)
+    else:
+        found = find_derivatives(root, participant_id, session_id, path, tissue_from=options.tissue_from)
     return Scan(participant_id, session_id, path, mask=found.mask, labels=found.labels, tissue=found.tissue)
+
+
+def _enclosing_root(path: Path) -> Path | None:
+    """The BIDS root that holds ROOT/sub-X/[ses-Y/]anat/FILE."""
+    return next((parent for parent in path.resolve().parents[2:4] if is_bids_root(parent)), None)
 
 
 def _is_nifti(path: Path) -> bool:
