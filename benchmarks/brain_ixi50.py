@@ -1,6 +1,6 @@
 """Brain age of the fifty IXI people: ERMoE-ba beside a 3D ViT, SFCN, Swin and estimates that need no network.
 
-Five folds by person, several shuffles of the folds and several seeds; every method learns from the same phantoms, folds
+Five folds by person, several shuffles of the folds and several seeds; every method has the same folds
 and epochs. The two batches of this data set are confounded with age, so methods are judged inside one batch: errors are
 averaged over runs for each person, and people are resampled.
 
@@ -49,7 +49,8 @@ class Study:
     label: str = "batch"
     level: str = "B"
     """Judged inside this level of this column."""
-    init: str = "phantom"
+    init: str = "random"
+    """Or phantom."""
     threads: int = 2
     changes: dict[str, float] = field(default_factory=dict)
     """Fields of the recipe that are to differ from the preset, for example epochs 2."""

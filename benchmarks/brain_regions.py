@@ -4,7 +4,7 @@ Each variant: region experts learn from isolated tissues with forced routing, ψ
 then at least ten epochs of whole brains with free routing and ψ trainable. The probe shows held-out people with one
 tissue retained: mean plain scores over cubes that contain it, at the last expert layer, without offsets.
 
-    python benchmarks/brain_regions.py [--subjects 240] [--epochs 10] [--inputs t1 contrast]
+    python benchmarks/brain_regions.py [--subjects 240] [--epochs 10] [--inputs t1 blocks]
 
 A queue that resumes: one JSON a variant.
 """
@@ -48,8 +48,8 @@ class Study:
     subjects: int = 240
     epochs: int = 10
     warm_start_epochs: int = 2
-    inputs: tuple[str, ...] = ("t1", "contrast")
-    """"t1": T1 × tissue, normalised inside it, as the paper isolates regions. "contrast": the small preset's input."""
+    inputs: tuple[str, ...] = ("t1", "blocks")
+    """"t1": T1 × tissue, normalised inside it, as the paper isolates regions. "blocks": the small preset's input."""
     preset: str = "small"
     seed: int = 0
     threads: int = 2
@@ -86,7 +86,7 @@ def run(study: Study, kind: str, variant: str, console: Console) -> dict[str, An
     splits = holdout(scans, study.seed)
     volumes = place.volumes(chosen)
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
-    probe = replace(test, regions=True)
+    train, probe = replace(train, variants=1), replace(test, regions=True)
     head = chosen.age_head([])
     network = chosen.build(head)
     folder = study.runs / name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -55,7 +56,12 @@ def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> 
 def draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> None:
     """The same on given axes."""
     for (name, line), colour in zip(lines.items(), colours, strict=True):
-        look = {"color": colour, "linewidth": 1.6, "marker": "o" if line.marked else None, "markersize": 3.5}
+        look: dict[str, Any] = {
+            "color": colour,
+            "linewidth": 1.6,
+            "marker": "o" if line.marked else None,
+            "markersize": 3.5,
+        }
         look["linestyle"] = (0, (4, 3)) if line.dashed else "-"
         if line.error is None:
             axes.plot(np.asarray(line.x), np.asarray(line.y), label=name, **look)
@@ -63,7 +69,12 @@ def draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], 
             axes.errorbar(np.asarray(line.x), np.asarray(line.y), np.asarray(line.error), label=name, capsize=2, **look)
     for meaning, place in scale.at.items():
         axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        text = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "fontsize": 8.5}
+        text: dict[str, Any] = {
+            "xycoords": ("data", "axes fraction"),
+            "textcoords": "offset points",
+            "va": "top",
+            "fontsize": 8.5,
+        }
         axes.annotate(meaning, (place, 1), (4, -2), **text)
     _scale(axes, scale)
     if len(lines) > 1:

@@ -20,8 +20,16 @@ from ermoe.analysis.report import measure_table
 from ermoe.analysis.summary import MEASURES
 
 _COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]
-_OVERVIEW = {"load_cv2": max, "weight_cv2": max, "fallback_rate": statistics.fmean, "spread": statistics.fmean}
-_OVERVIEW |= {"class_information": max, "subspace_overlap": statistics.fmean, "orthonormality_error": max}
+_OVERVIEW: dict[str, Callable[[list[float]], float]] = {
+    "load_cv2": max,
+    "weight_cv2": max,
+    "fallback_rate": statistics.fmean,
+    "spread": statistics.fmean,
+    "class_information": max,
+    "subspace_overlap": statistics.fmean,
+    "orthonormality_error": max,
+}
+"""Measure → what stands for all layers: the largest, or the mean."""
 
 
 def inspection_page(
@@ -35,7 +43,11 @@ def inspection_page(
         f"Every plot is also in the folder {figures.name}, under the name below it, as PNG, SVG and CSV.",
         facts={"data": data, "images": f"{num_images:,}"},
     )
-    page.section("At a glance", "Load CV² is of the worst layer, other measures are means.", [report.overview()])
+    page.section(
+        "At a glance",
+        "Loads, class bits and ‖UᵀU−I‖ are the largest of all layers; other measures are means.",
+        [report.overview()],
+    )
     page.section(
         "Load",
         "Experts sorted by usage. A flat line at 1 means that all have equal work.",

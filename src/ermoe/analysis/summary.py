@@ -78,13 +78,13 @@ def routing_figures(tally: Tally) -> dict[str, float]:
         "load_cv2": measures.load_cv2(totals.count_E),
         "weight_cv2": measures.load_cv2(totals.weight_E),
         "max_load": measures.max_load(totals.count_E),
-        "fallback_rate": totals.num_fell_back / totals.num_judged,
+        "fallback_rate": totals.num_fell_back.double() / totals.num_judged,
         "tail_mass": totals.tail_sum_E[(tally.top_k or 1) - 1] / totals.num_above,
         "margin": totals.margin_sum / totals.num_scored,
         "spread": totals.spread_sum / totals.num_scored,
-        "near_zero_rate": totals.num_near_zero / num_pairs,
+        "near_zero_rate": totals.num_near_zero.double() / num_pairs,
         "drop_rate": measures.drop_rate(totals.num_dropped, num_pairs),
-        "unserved_rate": totals.num_unserved / totals.num_tokens,
+        "unserved_rate": totals.num_unserved.double() / totals.num_tokens,
         "class_information": measures.class_information(totals.count_CE[:-1]),
     }
     return {name: float(value) for name, value in figures.items()}

@@ -53,8 +53,10 @@ class Train:
     ema: float | None = None
     precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     seed: int | None = None
+    augment: bool | None = None
+    """Move, turn, shade and re-expose volumes (MONAI); paper does, small only hides cubes and adds noise."""
     flip: bool = False
-    """Also mirror left and right when augmenting."""
+    """With augment: also mirror left and right."""
     register: Literal["none", "affine"] = "none"
     """Bring every scan to MNI space first; needs the extra "register"."""
     calibration_fit: Literal["held-out", "train"] = "held-out"
@@ -117,8 +119,16 @@ class Train:
     def _adapted(self, chosen: Any) -> Any:
         from dataclasses import replace
 
-        if self.flip and chosen.augmentation is not None:
-            chosen = replace(chosen, augmentation=replace(chosen.augmentation, flip=True))
+        augment = chosen.augmentation is not None if self.augment is None else self.augment
+        if self.flip and not augment:
+            raise UserError(f"--flip: the preset {self.preset} does not augment volumes; add --augment")
+        if not augment:
+            chosen = replace(chosen, augmentation=None)
+        elif self.flip or chosen.augmentation is None:
+            from ermoe.data.brain.augment import VolumeAugmentation
+
+            variants = chosen.variants and max(chosen.variants, 8)
+            chosen = replace(chosen, augmentation=VolumeAugmentation(flip=self.flip), variants=variants)
         if self.register != "none":
             chosen = replace(chosen, preprocessing=replace(chosen.preprocessing, register=self.register))
         return chosen

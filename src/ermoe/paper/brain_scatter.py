@@ -77,12 +77,11 @@ def _panels(record: Record) -> Figure:
         grid = drawing.subplots(2, 2, sharex=True, sharey=True)
         for axes, (part, sex) in zip(grid.flat, PAPER, strict=True):
             age, predicted = points(record, part, sex)
-            low, high = (bound(bound(age), bound(predicted)) for bound in (_low, _high))
-            axes.plot([low, high], [low, high], color=plots.MUTED, linewidth=1)
+            axes.axline((60, 60), slope=1, color=plots.MUTED, linewidth=1)
             axes.scatter(age, predicted, s=14, color=_SEX[sex][1], alpha=0.8, linewidth=0)
             if len(age) > 1:
                 slope, intercept = np.polyfit(age, predicted, 1)
-                ends = np.array([low, high])
+                ends = np.array([age.min(), age.max()])
                 axes.plot(ends, intercept + slope * ends, color=_SEX[sex][1], linewidth=1.2, linestyle="--")
             axes.set_title(f"{part}, {_SEX[sex][0]}")
         for axes in grid[1]:
@@ -90,14 +89,6 @@ def _panels(record: Record) -> Figure:
         for axes in grid[:, 0]:
             axes.set_ylabel("predicted")
     return drawing
-
-
-def _low(*values: object) -> float:
-    return float(min(np.min(value) for value in values if np.size(value)))  # type: ignore[call-overload]
-
-
-def _high(*values: object) -> float:
-    return float(max(np.max(value) for value in values if np.size(value)))  # type: ignore[call-overload]
 
 
 STUDY = Study(

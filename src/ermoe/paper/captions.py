@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def describe(study: str, protocol: str, setup: Setup) -> str:
     return f"{data.found}; {towers}; {setup.in_seeds}."
 
 
-def study_of(name: str, title: str, paper: str, protocol: str, quoted: dict[str, Sequence[str]]) -> Study:
+def study_of(name: str, title: str, paper: str, protocol: str, quoted: Mapping[str, Sequence[str]]) -> Study:
     """A table of recalls: the paper's rows as they are printed, then ours."""
 
     def jobs(setup: Setup) -> list[Job]:

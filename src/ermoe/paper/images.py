@@ -210,8 +210,8 @@ def trained(setup: Setup, variant: Variant, seed: int, data: Source) -> Trained:
     if variant.prepare is not None:
         variant.prepare(model)
     options: dict[str, Any] = {"augmentation": chosen.augmentation, "label_smoothing": chosen.label_smoothing}
-    task_class = TwoStageClassification if chosen.architecture in STYLES else Watched
-    task: Any = task_class(model, data.train, data.test, chosen.training, **options, workers=_workers(data))
+    task_class: Any = TwoStageClassification if chosen.architecture in STYLES else Watched
+    task = task_class(model, data.train, data.test, chosen.training, **options, workers=_workers(data))
     config = {**asdict(chosen), "data": data.name, "num_images": len(data.train), "weights": setup.weights}
     config.pop("training")
     figures = fit(task, chosen.training, folder, config=config, console=setup.console)

@@ -38,7 +38,7 @@ class CLIP(CustomTextCLIP):
     >>> trunk = timm.create_model("test_vit", num_classes=0)
     >>> model = CLIP(trunk, TextShape(context_length=8, width=32, heads=2, layers=1), embed_dim=16)
     >>> image, text, scale = model(torch.randn(2, 3, 160, 160), torch.ones(2, 8, dtype=torch.long))
-    >>> image.shape, text.shape, round(float(scale), 2)
+    >>> image.shape, text.shape, round(scale.item(), 2)
     (torch.Size([2, 16]), torch.Size([2, 16]), 14.29)
     """
 

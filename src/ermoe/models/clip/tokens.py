@@ -35,7 +35,7 @@ def tokenise(texts: Sequence[str], context_length: int) -> Tokens:
 
     >>> tokens = tokenise(["a dog", "a dog runs after a red ball"], 5)
     >>> tokens.id_TL.tolist(), tokens.num_cut
-    ([[49406, 320, 1929, 49407, 0], [49406, 320, 1929, 4883, 49407]], 1)
+    ([[49406, 320, 1929, 49407, 0], [49406, 320, 1929, 5586, 49407]], 1)
     """
     parts = [torch.empty(0, context_length, dtype=torch.int32)]
     num_cut = 0

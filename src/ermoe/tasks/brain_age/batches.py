@@ -52,7 +52,7 @@ class ScanSet:
     kind: str
     regions: bool = False
     variants: int = 0
-    """Augmented inputs of each scan that are kept and take turns; 0 augments anew every time."""
+    """Inputs of each scan that are kept and drawn from; 0 makes and augments them anew every time."""
     swapped: tuple[int, int, int] | None = None
     """Wrong names for the tissues, to see whether experts follow them: the tissue to show in place of each."""
 
@@ -68,7 +68,7 @@ class ScanSet:
     ) -> VolumeBatch:
         """The volumes at some indices; indices beyond the number of volumes go round again, augmented differently."""
         parts = [self._item(int(index), augmentation, seed, epoch) for index in index_B]
-        input_BCXYZ, mask_BXYZ = (torch.stack([part[i] for part in parts]) for i in range(2))
+        input_BCXYZ, mask_BXYZ = torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
         age_B = torch.tensor([part[2] for part in parts])
         region_B = torch.tensor([part[3] for part in parts]) if self.regions else None
         return VolumeBatch(input_BCXYZ, mask_BXYZ, age_B, region_B)
@@ -80,8 +80,8 @@ class ScanSet:
         number, region = divmod(which, len(TISSUES)) if self.regions else (which, 0)
         scan = self.scans[number]
         age = float("nan") if scan.age is None else scan.age
-        if augmentation is not None and self.variants and not self.regions:
-            kept = Variants(self.cache, augmentation, self.kind, self.variants)
+        if self.variants and not self.regions:
+            kept = Variants(self.cache, augmentation, self.kind, 1 if augmentation is None else self.variants)
             return (*kept.input(scan, seed=seed, epoch=epoch, index=index), age, 0)
         volume = self.cache.volume(scan, with_tissue=self.regions)
         if self.regions:

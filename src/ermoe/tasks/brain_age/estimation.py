@@ -30,6 +30,8 @@ class Estimation:
         validation: by which the best epoch is chosen; without it the last one is taken.
         watched: held-out scans whose error is written down for the learning curve and decides nothing.
         volumes_per_epoch: an epoch goes over a small training set as often as it takes to see so many.
+        drop_cubes: share of the cubes, of edge ``patch_size`` in the network's input, that are hidden in training.
+        input_noise: deviation of normal noise that is added to the network's input in training.
         evaluate_every: epochs between evaluations; there is always one after the last.
     """
 
@@ -46,12 +48,16 @@ class Estimation:
         watched: ScanSet | None = None,
         augmentation: VolumeAugmentation | None = None,
         volumes_per_epoch: int = 0,
+        drop_cubes: float = 0.0,
+        patch_size: int = 1,
+        input_noise: float = 0.0,
         evaluate_every: int = 1,
         group: Processes | None = None,
         workers: int = 0,
     ) -> None:
         group = Processes() if group is None else group
         self.model, self.head, self.settings = model, head, settings
+        self.drop_cubes, self.patch_size, self.input_noise = drop_cubes, patch_size, input_noise
         self.evaluate_every = evaluate_every
         self._epoch = 0
         passes = max(1, math.ceil(volumes_per_epoch / len(train)))
@@ -81,15 +87,21 @@ class Estimation:
         return self.loader.epoch(epoch, first_step=first_step)
 
     def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
-        """The head's loss."""
-        return self.head.loss(network(as_model(self.model, batch.input_BCXYZ), batch.mask_BXYZ).float(), batch.age_B)
+        """The head's loss; noise and hidden cubes are drawn from torch's generator, which the loop seeds every step."""
+        volume, mask = batch.input_BCXYZ, batch.mask_BXYZ
+        if self.input_noise:
+            volume = volume + self.input_noise * torch.randn_like(volume) * mask.unsqueeze(1)
+        if self.drop_cubes:
+            shown = ~hidden_cubes(mask, self.patch_size, self.drop_cubes)
+            volume, mask = volume * shown.unsqueeze(1), mask & shown
+        return self.head.loss(network(as_model(self.model, volume), mask).float(), batch.age_B)
 
     def evaluate(self) -> dict[str, float]:
         """Errors on the validation and the watched scans; every process goes over all of them."""
         done = self._epoch + 1
         if done % self.evaluate_every and done != self.settings.epochs:
             return {}
-        found = {}
+        found: dict[str, float] = {}
         for name, loader in self.held_out.items():
             output_NK, age_N = outputs_of(self.model, loader)
             own = figures(age_N, self.head.age(output_NK))
@@ -104,6 +116,16 @@ class Estimation:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to take back."""
+
+
+def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:
+    """A random choice of cubes, (B, X, Y, Z), True for their voxels."""
+    grid = [math.ceil(edge / patch_size) for edge in mask_BXYZ.shape[1:]]
+    chosen = torch.rand(len(mask_BXYZ), *grid, device=mask_BXYZ.device) < share
+    for axis in (1, 2, 3):
+        chosen = chosen.repeat_interleave(patch_size, axis)
+    x, y, z = mask_BXYZ.shape[1:]
+    return chosen[:, :x, :y, :z]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from ermoe.data.brain.phantom import synthesize
 from ermoe.data.brain.scans import Scan
 from ermoe.errors import UserError
 from ermoe.models.brain.age_head import AgeHead
+from ermoe.models.brain.contrast import reduction
 from ermoe.models.io import load
 from ermoe.models.weights.state import load_state
 from ermoe.tasks.brain_age.batches import ScanSet, VolumeLoader
@@ -89,6 +90,9 @@ def learn(
             watched=watched,
             augmentation=recipe.augmentation,
             volumes_per_epoch=recipe.volumes_per_epoch,
+            drop_cubes=recipe.drop_cubes,
+            patch_size=recipe.patch_size // reduction(recipe.input),
+            input_noise=recipe.input_noise,
             evaluate_every=recipe.evaluate_every,
             group=place.group,
             workers=place.workers,

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ermoe.analysis.plots import ACCENT, INK, LINE, MUTED, expert_colours, style
@@ -31,7 +32,7 @@ def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
         if len(age_N) >= 3 and np.ptp(age_N) > 0:
             slope, intercept = np.polyfit(age_N, predicted_N, 1)
             ends = np.array([age_N.min(), age_N.max()])
-            label = f"{intercept:.1f} + {slope:.2f} · age"
+            label = f"{intercept:.1f} {slope:+.2f} · age"
             axes.plot(ends, intercept + slope * ends, color=SEX_COLOURS[sex], linewidth=1.8, label=label)
         axes.set(xlim=(low, high), ylim=(low, high), xlabel="chronological age", ylabel="predicted age")
         axes.set_title(f"{SEX_NAMES[sex]}, {len(age_N)} scans")
@@ -73,7 +74,9 @@ def age_histogram(ages: Mapping[str, Sequence[float]]) -> Figure:
             list(parts.values()), bins=edges.tolist(), stacked=True, color=colours, label=list(parts), rwidth=0.92
         )
         axes.set(xlabel="age", ylabel="scans")
-        axes.legend(loc="upper left", handlelength=1, borderaxespad=0)
+        axes.set_ylim(top=1.3 * axes.get_ylim()[1])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="upper left", ncols=3, handlelength=1, borderaxespad=0)
     return drawing
 
 
@@ -87,6 +90,7 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: 
             axes.plot(epoch, error, color=colour, linewidth=1.5, marker="o", markersize=2.5, label=name)
         axes.set(xlabel="epoch", ylabel=label)
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
         axes.legend(loc="lower left", ncols=2, handlelength=1.2, borderaxespad=0.2)
     return drawing
@@ -141,18 +145,17 @@ def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figu
     with style():
         drawing = Figure(figsize=(4.1, 1.9), layout="constrained")
         panels = drawing.subplots(1, 3)
-        image = None
         for axes, (name, (axis, position)) in zip(panels, cuts.items(), strict=True):
             axes.imshow(
                 np.take(background_XYZ, position, axis).T, origin="lower", cmap="gray", interpolation="bilinear"
             )
             tint = np.take(full, position, axis).T
-            image = axes.imshow(
+            tinted = axes.imshow(
                 tint, origin="lower", cmap="RdBu_r", vmin=-highest, vmax=highest, alpha=0.55, interpolation="nearest"
             )
             axes.set_title(name, fontsize=8)
             axes.set_axis_off()
-        drawing.colorbar(image, ax=panels, shrink=0.7, label="change (years)")
+        drawing.colorbar(tinted, ax=panels, shrink=0.7, label="change (years)")
     return drawing
 
 

@@ -57,7 +57,7 @@ class Prediction:
     @classmethod
     def failure(cls, scan: Scan, reason: str) -> Prediction:
         """The row of a scan that could not be used."""
-        numbers = dict.fromkeys(_NUMBERS, math.nan)
+        numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         age = math.nan if scan.age is None else scan.age
         flags = {"seen_in_training": False, "outside_age_range": False, "unusual_mask": False}
         return cls(
@@ -105,8 +105,8 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.devic
     folds, seen = model.folds_for(scan.participant_id)
     t1 = torch.from_numpy(np.array(volume.t1_XYZ)).unsqueeze(0)
     mask = torch.from_numpy(np.array(volume.mask_XYZ)).unsqueeze(0)
-    seen, mask = network_input(model.input, t1, mask)
-    output_FBK = model.outputs(seen.to(device), mask.to(device), folds)
+    volume_BCXYZ, mask_BXYZ = network_input(model.input, t1, mask)
+    output_FBK = model.outputs(volume_BCXYZ.to(device), mask_BXYZ.to(device), folds)
     raw = float(model.ages(output_FBK)[0])
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")

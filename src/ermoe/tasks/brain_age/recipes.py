@@ -55,7 +55,9 @@ class Recipe:
         input: "t1", "contrast" or "blocks", see `ermoe.models.brain.contrast`; convolutions and Swin see "contrast"
             where transformers see "blocks".
         volumes_per_epoch: an epoch of a small cohort goes round until it has seen so many.
-        variants: augmented inputs of each scan that are made once and kept; 0 augments anew every time.
+        augmentation: of volumes, None for none; ``variants`` inputs of each scan are made once and kept, 0 makes them
+            anew every time.
+        drop_cubes, input_noise: of the network's input, drawn anew at every step.
         warm_start_epochs: over isolated tissues, with forced routing; 0 for none.
         phantoms: what ``init="phantom"`` learns from.
     """
@@ -75,6 +77,8 @@ class Recipe:
     volumes_per_epoch: int = 0
     evaluate_every: int = 1
     variants: int = 0
+    drop_cubes: float = 0.0
+    input_noise: float = 0.0
     warm_start_epochs: int = 0
     phantoms: Phantoms = field(default_factory=Phantoms)
 
@@ -154,16 +158,19 @@ def small(method: str) -> Recipe:
             "swin3d": {"embed_dim": 12, "depths": (1, 1, 2, 1), "num_heads": (2, 4, 8, 16)},
         },
         training=Training(
-            epochs=10, batch_size=16, base_lr=3.2e-2, warmup_epochs=1.0, ema=0.95, clip=1.0, log_every=10
+            epochs=6, batch_size=16, base_lr=3.2e-2, warmup_epochs=1.0, ema=0.95, clip=1.0, log_every=10
         ),
         head="bins",
         sigma=4.0,
         l1=0.05,
-        input="blocks",
+        input="contrast" if method in WITHOUT_CUBES else "blocks",
         volumes_per_epoch=320,
         evaluate_every=2,
-        variants=8,
-        warm_start_epochs=1,
+        augmentation=None,
+        variants=1,
+        drop_cubes=0.2,
+        input_noise=0.1,
+        warm_start_epochs=3,
         phantoms=Phantoms(base_lr=3.2e-2),
     )  # fmt: skip
 
@@ -201,7 +208,9 @@ def tiny(method: str) -> Recipe:
         training=Training(epochs=2, batch_size=4, base_lr=0.1, warmup_epochs=0.2, ema=0.9, log_every=5),
         volumes_per_epoch=16,
         evaluate_every=1,
+        augmentation=VolumeAugmentation(),
         variants=2,
+        warm_start_epochs=1,
         phantoms=Phantoms(subjects=8, epochs=1, base_lr=0.1),
     )  # fmt: skip
 
@@ -218,8 +227,6 @@ def recipe(preset: str, method: str = "ermoe", **changes: Any) -> Recipe:
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
     chosen = PRESETS[preset](method)
-    if method in WITHOUT_CUBES and chosen.input == "blocks":
-        chosen = replace(chosen, input="contrast")
     of_training = {name: value for name, value in changes.items() if name in Training.__slots__}
     of_recipe = {name: value for name, value in changes.items() if name not in of_training}
     return replace(chosen, training=replace(chosen.training, **of_training), **of_recipe)

@@ -163,9 +163,9 @@ def _groups(page: Page, evaluation: Evaluation) -> None:
         ).items():
             cells = [found[name].text() for name in shown]
             rows.append([f"{title} {level}", str(num_people), str(num_scans), *cells])
-    if found := evaluation.retest:
-        note = f"ICC {found.icc:.3f}, standard deviation within a person {found.within_sd:.2f} years"
-        retest = f"Test–retest over {found.num_people} people with {found.num_scans} scans under a year apart: {note}."
+    if again := evaluation.retest:
+        note = f"ICC {again.icc:.3f}, standard deviation within a person {again.within_sd:.2f} years"
+        retest = f"Test–retest over {again.num_people} people with {again.num_scans} scans under a year apart: {note}."
     else:
         retest = "Nobody was scanned twice within a year, so there is no test–retest figure."
     header = ["group", "people", "scans", *(LABELS[name] for name in shown)]
@@ -176,7 +176,7 @@ def _groupings(evaluation: Evaluation) -> dict[str, list[Any]]:
     return {
         "sex": evaluation.group(lambda scan: scan.sex),
         "site": evaluation.group(lambda scan: scan.site),
-        "age": evaluation.group(lambda scan: decade(scan.age)),
+        "age": [decade(age) for age in evaluation.held_out.age_N],
     }
 
 

@@ -26,14 +26,14 @@ _LEVELS = 255
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """``number`` augmented inputs of each scan, in files beside the prepared volumes.
+    """``number`` augmented inputs of each scan, or one plain input, in files beside the prepared volumes.
 
     Contrast is kept in steps of 1/255, the others in half precision: 2 MB a variant of 96 × 112 × 96 voxels, of blocks
     0.2 MB.
     """
 
     cache: VolumeCache
-    augmentation: VolumeAugmentation
+    augmentation: VolumeAugmentation | None
     kind: str
     number: int
 
@@ -54,13 +54,15 @@ class Variants:
         t1, mask = torch.from_numpy(np.array(volume.t1_XYZ)), torch.from_numpy(np.array(volume.mask_XYZ))
         person = int.from_bytes(hashlib.blake2b(scan.key.encode(), digest_size=4).digest(), "big")
         spacing_mm = self.cache.preprocessing.spacing_mm
-        t1, mask = self.augmentation(t1, mask, seed=0, epoch=variant, index=person, spacing_mm=spacing_mm)
-        seen, mask = (part[0].numpy() for part in network_input(self.kind, t1.unsqueeze(0), mask.unsqueeze(0)))
+        if self.augmentation is not None:
+            t1, mask = self.augmentation(t1, mask, seed=0, epoch=variant, index=person, spacing_mm=spacing_mm)
+        seen, shown = (part[0].numpy() for part in network_input(self.kind, t1.unsqueeze(0), mask.unsqueeze(0)))
         kept = np.rint(seen * _LEVELS).astype(np.uint8) if self.kind == "contrast" else seen.astype(np.float16)
         with replacing(path) as draft, open(draft, "wb") as file:
-            np.savez(file, input=kept, mask=np.packbits(mask))
+            np.savez(file, input=kept, mask=np.packbits(shown))
 
     def _path(self, scan: Scan, variant: int) -> Path:
-        recipe = json.dumps({"kind": self.kind, **asdict(self.augmentation)}, sort_keys=True)
+        changes = None if self.augmentation is None else asdict(self.augmentation)
+        recipe = json.dumps({"kind": self.kind, "augmentation": changes}, sort_keys=True)
         name = hashlib.blake2b(recipe.encode(), digest_size=6).hexdigest()
         return self.cache.folder / f"variants-{name}" / f"{self.cache.key(scan)}-{variant:02d}.npz"

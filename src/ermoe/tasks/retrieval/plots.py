@@ -63,11 +63,11 @@ def similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Ten
             axes.stairs(share, edge, color=colour, linewidth=1.3, label=name)
         seen = edge[:-1][(right + wrong) > 0]
         axes.set_xlim(seen.min() - 0.05, seen.max() + 0.07)
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("cosine similarity")
-        axes.legend(loc="upper right", handlelength=1.2, borderaxespad=0)
+        axes.legend(loc="upper left", handlelength=1.2, borderaxespad=0)
     return drawing
 
 

@@ -25,7 +25,7 @@ def write_report(evaluation: Evaluation, path: str | PathLike[str]) -> Path:
     record = evaluation.record
     page = Page(
         f"Retrieval on {record['protocol']}, {record['split']}",
-        PROTOCOLS[record["protocol"]].about + ".",
+        f"The pool: {PROTOCOLS[record['protocol']].about}.",
         {
             "images": f"{record['num_images']:,}",
             "captions": f"{record['num_captions']:,}",
