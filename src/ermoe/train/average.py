@@ -68,10 +68,14 @@ class Average:
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(model.named_parameters()),
-        **{name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()},
+    """Parameters and the buffers that are saved with them. The others are constants: a mask of −∞ has no average."""
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
     }
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,31 @@
+"""The exponential mean of the weights."""
+
+import torch
+from torch import nn
+
+from ermoe.train.average import Average
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1), persistent=False)
+
+
+def test_saved_buffers_are_averaged_and_constants_left_alone():
+    model = Masked()
+    average = Average(model, decay=0.5)
+    with torch.no_grad():
+        model.linear.weight.add_(1)
+        model.mean.add_(1)
+    before = model.linear.weight.clone()
+    average.update()
+    decay = 2 / 11  # the first updates count more
+    with average.in_place():
+        torch.testing.assert_close(model.mean, torch.full((2,), 1 - decay))
+        torch.testing.assert_close(model.linear.weight, before - decay)
+        assert model.mask.isneginf().sum() == 1
+        assert not model.mask.isnan().any()
+    assert torch.equal(model.linear.weight, before)
