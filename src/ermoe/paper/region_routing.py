@@ -88,8 +88,10 @@ def _maps(records: Sequence[Record]) -> Figure:
     return drawing
 
 
-def _position(name: str) -> tuple[bool, str]:
-    return name.startswith("free"), name
+def _position(name: str) -> tuple[int, str]:
+    """Tissues in their order, then free experts."""
+    tissue = name.removesuffix("_expert")
+    return TISSUES.index(tissue) if tissue in TISSUES else len(TISSUES), name
 
 
 STUDY = Study(

@@ -16,7 +16,7 @@ CODE_URL = "https://pypi.org/project/ermoe/"
 PIPELINE = "ermoe-ba"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
-_IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures/", "report.html", "model-card.md")
+_IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
 EXPLAINED: dict[str, dict[str, Any]] = {
