@@ -47,7 +47,7 @@ class Study:
     cache: Path | None = None
     subjects: int = 240
     epochs: int = 10
-    warm_start_epochs: int = 2
+    warm_start_epochs: int = 5
     inputs: tuple[str, ...] = ("t1", "blocks")
     """"t1": T1 × tissue, normalised inside it, as the paper isolates regions. "blocks": the small preset's input."""
     preset: str = "small"
