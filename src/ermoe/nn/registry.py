@@ -17,6 +17,7 @@ from torch import nn
 from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.moe import EigenMoE, MoE
 from ermoe.nn.rivals.base import BaseRouter
+from ermoe.nn.rivals.clip_moe import ClipMoERouter
 from ermoe.nn.rivals.cosine import CosineRouter
 from ermoe.nn.rivals.expert_choice import ExpertChoiceRouter
 from ermoe.nn.rivals.loss_free import LossFreeRouter
@@ -68,6 +69,7 @@ LAYERS: dict[str, Factory] = {
     "v-moe": routed_by(VMoERouter, same_start=True),
     "expert-choice": routed_by(ExpertChoiceRouter),
     "base": routed_by(BaseRouter),
+    "clip-moe": routed_by(ClipMoERouter),
     "soft": mixing(SoftMoE),
 }
 

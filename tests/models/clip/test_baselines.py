@@ -6,7 +6,6 @@ import torch
 import ermoe
 from ermoe.errors import UserError
 from ermoe.models.baselines.clip_moe import (
-    ClipMoERouter,
     clip_moe,
     joint_clusters,
     mix_text_experts,
@@ -17,6 +16,7 @@ from ermoe.models.baselines.long_clip import primary_components, stretch_positio
 from ermoe.models.clip.model import create_clip
 from ermoe.models.clip.tokens import tokenise
 from ermoe.models.clip.towers import TextShape
+from ermoe.nn.rivals.clip_moe import ClipMoERouter
 from ermoe.nn.rivals.losses import auxiliary_loss
 
 IMAGE = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

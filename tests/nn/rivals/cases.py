@@ -14,6 +14,7 @@ VARIANTS = {
     "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4, "capacity_rounding": "round"}],
     "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1}],
     "base": [{}],
+    "clip-moe": [{}],
     "logit": [{}, {"experts": "eigen", "gated": True}],
 }
 assert set(VARIANTS) == set(LAYERS), "a router without a test"
@@ -21,7 +22,7 @@ CASES = [(name, options) for name, variants in VARIANTS.items() for options in v
 IDS = [f"{name}-{options}" for name, options in CASES]
 
 # Of these, a token's experts depend on nothing but the token (and its context) at inference.
-PER_TOKEN = {"eigen", "loss-free", "cosine", "base", "logit"}
+PER_TOKEN = {"eigen", "loss-free", "cosine", "base", "clip-moe", "logit"}
 
 
 def is_per_token(name, options):

@@ -1,0 +1,75 @@
+"""The router of CLIP-MoE (Zhang et al. 2024): renormalised top-k of a learned gate, and a balancing loss.
+
+Letters: G groups (images or texts) of S tokens, T = G·S tokens, E experts, K experts per token, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ermoe.nn.gate import Gate
+from ermoe.nn.rivals.losses import RouterWithLoss
+from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routing import Routing
+
+
+class ClipMoERouter(RouterWithLoss):
+    """The K largest of softmax(x W), renormalised, in at least float32.
+
+    The balancing loss is E Σ_e f_e m_e, with f_e the choices of expert e per token and m_e its mean gate: K where
+    both are equal over experts.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_experts: int = 4,
+        top_k: int = 2,
+        balance_weight: float = 0.01,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_weight = balance_weight
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.gate.reset_parameters(generator)
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, balance_weight={self.balance_weight}"
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        context_GSD: Tensor | None = None,
+        mask_GS: Tensor | None = None,
+        basis_EDR: Tensor | None = None,
+    ) -> Routing:
+        gate_TE = self.gate(x_GSD).flatten(0, 1).softmax(-1)
+        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
+        weight_TK = gate_TE.gather(1, expert_TK)
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        routing = Routing.from_choice(
+            expert_TK,
+            weight_TK / weight_TK.sum(-1, keepdim=True),
+            num_experts=self.num_experts,
+            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
+            score_TE=gate_TE,
+            mask_T=mask_T,
+        )
+        if self.training:
+            routing.auxiliary_loss = self.balance_weight * self._imbalance(gate_TE, routing.count_E, mask_T)
+        return routing
+
+    def _imbalance(self, gate_TE: Tensor, count_E: Tensor, mask_T: Tensor | None) -> Tensor:
+        real_T = gate_TE.new_ones(len(gate_TE)) if mask_T is None else mask_T.to(gate_TE)
+        num_real = real_T.sum().clamp_min(1)
+        return self.num_experts * ((count_E / num_real) * (real_T @ gate_TE / num_real)).sum()
