@@ -12,7 +12,6 @@ import ermoe
 from ermoe.files import replacing
 
 BIDS_VERSION = "1.10.0"
-CODE_URL = "https://pypi.org/project/ermoe/"
 PIPELINE = "ermoe-ba"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
@@ -76,7 +75,7 @@ def describe(folder: Path, *, name: str, source: str | None = None, readme: str 
         "Name": name,
         "BIDSVersion": BIDS_VERSION,
         "DatasetType": "derivative",
-        "GeneratedBy": [{"Name": PIPELINE, "Version": ermoe.__version__, "CodeURL": CODE_URL}],
+        "GeneratedBy": [{"Name": PIPELINE, "Version": ermoe.__version__}],
     }
     if source is not None:
         description["SourceDatasets"] = [{"URL": Path(source).resolve().as_uri()}]
