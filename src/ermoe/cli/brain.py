@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ermoe.cli.brain_data import Doctor, Synthesize
+from ermoe.cli.changes import training_changes
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,11 +135,8 @@ class Train:
         return chosen
 
     def _changes(self) -> dict[str, Any]:
-        names = (
-            "head", "input", "warm_start_epochs", "epochs", "batch_size", "base_lr", "weight_decay", "ema", "precision",
-            "seed",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        own = {name: getattr(self, name) for name in ("head", "input", "warm_start_epochs")}
+        return {name: value for name, value in own.items() if value is not None} | training_changes(self)
 
     def _cohort_options(self) -> dict[str, Any]:
         given = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ermoe.cli.changes import training_changes
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,19 +95,11 @@ class Train:
                 compile=self.compile,
                 resume=self.resume,
                 console=console,
-                **self._changes(),
+                **training_changes(self),
             )
         if group.is_main:
             _show(console, figures)
             console.print(f"written: {folder}", highlight=False)
-
-    def _changes(self) -> dict[str, Any]:
-        names = (
-            "epochs", "batch_size", "base_lr", "weight_decay", "warmup_epochs", "layer_decay", "clip", "accumulate",
-            "precision", "ema", "orthogonality", "orthogonality_every", "deterministic", "seed", "log_every",
-            "save_every", "keep_every",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, slots=True)

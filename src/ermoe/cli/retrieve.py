@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ermoe.cli.changes import training_changes
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,18 +90,11 @@ class Train:
                 group=group,
                 console=console,
                 **{name: getattr(self, name) for name in same},
-                **self._changes(),
+                **training_changes(self),
             )
         if group.is_main:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
             console.print(f"dev: {shown}\nwritten: {folder}", highlight=False, soft_wrap=True)
-
-    def _changes(self) -> dict[str, Any]:
-        names = (
-            "epochs", "batch_size", "base_lr", "weight_decay", "warmup_epochs", "clip", "precision", "ema",
-            "orthogonality", "seed", "log_every", "save_every",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,12 @@ class Router(nn.Module, ABC):
         """Called once per training forward, for routers that keep count."""
 
 
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raises a ValueError unless a token can have ``top_k`` of the experts."""
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+
+
 def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
     """Ids of the k largest entries of each row, best first; of equal entries the lower id wins.
 
@@ -66,8 +72,7 @@ class TopKRouter(Router):
         capacity_factor: float | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        check_top_k(top_k, num_experts)
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold={threshold}: need 0 <= threshold < 1 (the paper uses 0.5)")
         if below_threshold not in ("fill", "prune"):

@@ -58,8 +58,10 @@ class Routing:
         mask_T: Tensor | None = None,
         num_dropped: Tensor | None = None,
     ) -> Routing:
-        """The record of a token-choice decision; ``kept_TK=None`` keeps every proposal."""
+        """The record of a token-choice decision; ``kept_TK=None`` keeps every proposal of a real token."""
         num_tokens, top_k = expert_TK.shape
+        if kept_TK is None and mask_T is not None:
+            kept_TK = mask_T.unsqueeze(1).expand_as(expert_TK)
         token_TK = torch.arange(num_tokens, device=expert_TK.device).unsqueeze(1).expand(-1, top_k)
         if kept_TK is None:
             token_A, expert_A, weight_A = token_TK.reshape(-1), expert_TK.reshape(-1), weight_TK.reshape(-1)

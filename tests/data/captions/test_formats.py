@@ -60,7 +60,9 @@ def test_plain_lists_with_one_caption_or_several_an_entry(tmp_path, nested):
     several = [{"image": name, "caption": layouts.captions_of(i, 2)} for i, name in enumerate(("a.jpg", "b.jpg"))]
     single = [{"image": entry["image"], "caption": text} for entry in several for text in entry["caption"]]
     (tmp_path / "list.json").write_text(json.dumps(several if nested else single))
-    check(open_captions(tmp_path, split="all"), 2, 4)
+    found = open_captions(tmp_path, split="all")
+    check(found, 2, 4)
+    assert found.num_texts_I.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ermoe.nn.gate import Gate
 from ermoe.nn.rivals.losses import RouterWithLoss
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
 
 
@@ -33,8 +33,7 @@ class ClipMoERouter(RouterWithLoss):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        check_top_k(top_k, num_experts)
         self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
         self.num_experts = num_experts
         self.top_k = top_k
@@ -61,7 +60,6 @@ class ClipMoERouter(RouterWithLoss):
             expert_TK,
             weight_TK / weight_TK.sum(-1, keepdim=True),
             num_experts=self.num_experts,
-            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
             score_TE=gate_TE,
             mask_T=mask_T,
         )

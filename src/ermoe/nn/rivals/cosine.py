@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
 
 _LARGEST_SCALE = 100.0
@@ -45,8 +45,7 @@ class CosineRouter(RouterWithLoss):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        check_top_k(top_k, num_experts)
         if not temperature >= 1 / _LARGEST_SCALE:
             raise ValueError(f"temperature={temperature}: need at least {1 / _LARGEST_SCALE}")
         self.projection = nn.Linear(dim, proj_dim, device=device, dtype=dtype)
@@ -105,7 +104,6 @@ class CosineRouter(RouterWithLoss):
             expert_TK,
             weight_TK,
             num_experts=self.num_experts,
-            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
             score_TE=gate_TE,
             mask_T=mask_T,
         )

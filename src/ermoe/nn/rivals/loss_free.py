@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ermoe.nn.balance import Balance, Seen
 from ermoe.nn.gate import Gate
-from ermoe.nn.routers import Router, stable_top_k
+from ermoe.nn.routers import Router, check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
 
 _SCORES = {"sigmoid": torch.sigmoid, "softmax": lambda logit: logit.softmax(-1)}
@@ -59,8 +59,7 @@ class LossFreeRouter(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        check_top_k(top_k, num_experts)
         if score not in _SCORES:
             raise ValueError(f"score={score!r}: use one of {', '.join(_SCORES)}")
         self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
@@ -98,7 +97,6 @@ class LossFreeRouter(Router):
             expert_TK,
             self.route_scale * weight_TK,
             num_experts=self.num_experts,
-            kept_TK=None if mask_T is None else mask_T.unsqueeze(1).expand_as(expert_TK),
             score_TE=score_TE,
             mask_T=mask_T,
         )

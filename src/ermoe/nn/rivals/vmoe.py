@@ -12,7 +12,7 @@ from ermoe.nn.capacity import ROUNDINGS, places, places_per_group, within_capaci
 from ermoe.nn.gate import Gate
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss, importance_loss, load_loss, mean_over_groups
 from ermoe.nn.rivals.noise import Noise
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
 
 _PRIORITIES = ("never", "eval", "always")
@@ -65,8 +65,7 @@ class VMoERouter(RouterWithLoss):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+        check_top_k(top_k, num_experts)
         if group_size < 1 or capacity_multiple < 1:
             raise ValueError(f"group_size={group_size}, capacity_multiple={capacity_multiple}: both must be at least 1")
         if capacity_rounding not in ROUNDINGS or batch_priority not in _PRIORITIES:
