@@ -11,7 +11,7 @@ import torch
 from ermoe.bench.clock import compare, take_turns
 from ermoe.bench.layer import forward_of
 from ermoe.bench.memory import peak_megabytes
-from ermoe.bench.peers import Shape, eigen_layer
+from ermoe.bench.peers import Shape, eigen_layer, tokens
 from ermoe.bench.record import Bar, Result
 
 _COLUMNS = 448  # E · r stays at 8 · 56
@@ -21,6 +21,19 @@ def build_work(shape: Shape, options: dict[str, Any], threads: int) -> Callable[
     """One layer ready to run, for the process that measures its memory."""
     torch.set_num_threads(threads)
     return forward_of(eigen_layer(shape, **options), shape)
+
+
+def products_of(layer: Any, shape: Shape) -> Callable[[], object]:
+    """The experts' products and nothing else, equally many rows each: the floor under the sweep of experts."""
+    rows = tokens(shape)[0].flatten(0, 1).repeat(shape.top_k, 1)
+    counts = torch.full((shape.num_experts,), len(rows) // shape.num_experts)
+    rows = rows[: int(counts.sum())]
+
+    def run() -> object:
+        with torch.inference_mode():
+            return layer.experts(rows, counts)
+
+    return run
 
 
 def run(shape: Shape, *, rounds: int, threads: int) -> Result:
@@ -43,6 +56,8 @@ def run(shape: Shape, *, rounds: int, threads: int) -> Result:
         work = {name: forward_of(eigen_layer(case, **options), case) for name, (case, options) in cases.items()}
         result.tables[sweep] = compare(take_turns(work, rounds=rounds), next(iter(work)))
     experts = sweeps["experts, E·r fixed"]
+    bare = {name: products_of(eigen_layer(case, **options), case) for name, (case, options) in experts.items()}
+    result.tables["experts, their products alone"] = compare(take_turns(bare, rounds=rounds), "E=8")
     extra = {name: peak_megabytes(build_work, *experts[name], threads) for name in ("E=8", "E=64")}
     result.figures |= {f"peak memory MB beyond parameters, {name}": value for name, value in extra.items()}
     result.bars = [

@@ -53,7 +53,9 @@ class _OneExpert:
         self._unbound: dict[int, tuple[Tensor, ...]] = {}
 
     def _own(self, stacked: Tensor) -> Tensor:
-        return self._unbound.setdefault(id(stacked), stacked.unbind(0))[self.expert]
+        if id(stacked) not in self._unbound:
+            self._unbound[id(stacked)] = stacked.unbind(0)
+        return self._unbound[id(stacked)][self.expert]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         own = self._own(weight).t() if transposed else self._own(weight)

@@ -20,7 +20,7 @@ from ermoe.data.brain.scans import TISSUES
 from ermoe.errors import UserError
 from ermoe.nn import Routing
 from ermoe.nn.routers import TopKRouter
-from ermoe.nn.scores import PrototypeScore, project
+from ermoe.nn.scores import PrototypeScore, cosine, project
 from ermoe.tasks.brain_age.batches import ScanSet, VolumeBatch, VolumeLoader
 from ermoe.tasks.brain_age.estimation import Estimation, as_model
 
@@ -95,24 +95,36 @@ class RegionWarmStart(Estimation):
     The training set is a `ScanSet` with ``regions=True``; everything that is not an expert is trained along. Beside
     the loss of the ages, scores learn to tell tissues apart: the cross-entropy of softmax(score / 0.1) with the
     tissue's own expert, over the cubes that contain the tissue. Otherwise nothing would keep the bases of two region
-    experts from seeing both tissues alike, and ψ could not tell them apart.
+    experts from seeing both tissues alike. ψ of the region experts is the mean direction of the batch's own tokens
+    here, as `point_prototypes` will set it afterwards, so that bases learn to separate tissues with that ψ.
     """
 
     def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
         assert batch.region_B is not None
-        with forced(self.model, batch.region_B) as routings:
+        layers = moe_layers(self.model)
+        with forced(self.model, batch.region_B), _entering(layers) as seen:
             loss = super().loss(network, batch)
-        return loss + torch.stack([_recognition_loss(routing, batch.region_B) for routing in routings]).mean()
+        recognition = [_recognition_loss(layer, *seen[name], batch.region_B) for name, layer in layers.items()]
+        return loss + torch.stack(recognition).mean()
 
 
-def _recognition_loss(routing: Routing, region_B: Tensor) -> Tensor:
-    assert routing.score_TE is not None
-    score_GSE = routing.score_TE.view(len(region_B), -1, routing.num_experts)[:, 1:]
-    own_GS = region_B.unsqueeze(1).expand(score_GSE.shape[:2])
-    if routing.mask_T is not None:
-        real_GS = routing.mask_T.view(len(region_B), -1)[:, 1:]
-        score_GSE, own_GS = score_GSE[real_GS], own_GS[real_GS]
-    return nn.functional.cross_entropy(score_GSE.reshape(-1, routing.num_experts) / _SHARPNESS, own_GS.reshape(-1))
+def _recognition_loss(
+    layer: Any, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor, region_G: Tensor
+) -> Tensor:
+    score = _score(layer)
+    own_GS = region_G.unsqueeze(1).expand(mask_GS.shape)
+    cube_GS = mask_GS.clone()
+    cube_GS[:, 0] = False  # the class token is no place
+    basis_EDR = layer.experts.token_basis
+    if isinstance(score, PrototypeScore):
+        sum_Rr = _direction_sums(layer, x_GSD, mask_GS, region_G)
+        psi_Er = torch.cat([sum_Rr, score.psi[NUM_REGIONS:]])
+        basis_EDr = score._routing_basis(basis_EDR)
+        assert basis_EDr is not None
+        score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)
+    else:
+        score_TE = score(x_GSD[cube_GS], None if context_GSD is None else context_GSD[cube_GS], basis_EDR)
+    return nn.functional.cross_entropy(score_TE / _SHARPNESS, own_GS[cube_GS])
 
 
 class ProbedEstimation(Estimation):
@@ -147,7 +159,7 @@ def point_prototypes(model: nn.Module, loader: VolumeLoader) -> None:
         assert batch.region_B is not None
         with forced(model, batch.region_B), _entering(layers) as seen:
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
-        for name, (x_GSD, mask_GS) in seen.items():
+        for name, (x_GSD, _, mask_GS) in seen.items():
             sums[name] += _direction_sums(layers[name], x_GSD, mask_GS, batch.region_B)
     for name, layer in layers.items():
         length = sums[name].norm(dim=1, keepdim=True)
@@ -172,17 +184,16 @@ def _score(layer: Any) -> Any:
 
 
 @contextmanager
-def _entering(layers: dict[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Collects what enters each layer in one forward pass: tokens and which of them are real."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+def _entering(layers: dict[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor | None, Tensor]]]:
+    """Collects what enters each layer in one forward pass: tokens, their context and which of them are real."""
+    seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 
     def remember(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            mask = kwargs["mask"] if "mask" in kwargs else args[2]
-            real = torch.ones(args[0].shape[:2], dtype=torch.bool, device=args[0].device) if mask is None else mask
-            seen[name] = (args[0], real)
+        def keep(x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> None:
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            seen[name] = (x, context, real)
 
-        return hook
+        return lambda module, args, kwargs: keep(*args, **kwargs)
 
     handles = [layer.register_forward_pre_hook(remember(name), with_kwargs=True) for name, layer in layers.items()]
     try:
