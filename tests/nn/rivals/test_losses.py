@@ -143,7 +143,7 @@ def resident_bytes():
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "pulled"), [(list(LAYERS), True), (LOSSY, False)], ids=["pulled", "never pulled"])
 def test_a_thousand_steps_do_not_grow_memory(names, pulled):
-    """A leak of one router's gates (256 tokens, 4 experts) would be 0.8 MB in 200 steps, of their graph several times that."""
+    """A leak of one router's gates (256 tokens, 4 experts) would be 0.8 MB in 200 steps, of their graph more."""
     layers = nn.ModuleList(build(name) for name in names)
     x, context = inputs(batch=1, tokens=256)
     resident, objects = [], []
