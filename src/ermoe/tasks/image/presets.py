@@ -92,7 +92,7 @@ def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4, epochs: i
     """ViT of width 96 and depth 4 for CIFAR, with experts in blocks 1 and 3, from scratch within minutes.
 
     Run: ``ermoe image train NAME cifar-10-batches-bin``. Patches of 4 pixels make 65 tokens (cifar-METHOD); patches
-    of 8 make 17, and leave time for twice the epochs (cifar17-METHOD). Augmentation is light, because so short a
+    of 8 make 17, and leave time for more epochs (cifar17-METHOD). Augmentation is light, because so short a
     run underfits.
     """
     return Recipe(
@@ -168,7 +168,7 @@ PRESETS: dict[str, Callable[[], Recipe]] = {
     **{f"b16-{name}": partial(paper, _of_tokens(sparsity, 197)) for name, sparsity in METHODS.items()},
     **{f"cifar-{name}": partial(miniature, _of_tokens(sparsity, 65)) for name, sparsity in METHODS.items()},
     **{
-        f"cifar17-{name}": partial(miniature, _of_tokens(sparsity, 17), patch_size=8, epochs=8)
+        f"cifar17-{name}": partial(miniature, _of_tokens(sparsity, 17), patch_size=8, epochs=6)
         for name, sparsity in METHODS.items()
     },
     **{f"resnet18-{style}": partial(convolutional, style) for style in STYLES},
