@@ -14,7 +14,7 @@ help:
 	@echo "  make demo     start here: train four small ViTs on digits, compare them, write runs/demo/report.html"
 	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
-	@echo "  make bench    time the layer beside its peers"
+	@echo "  make bench    every benchmark of docs/performance.md, beside the peers: about an hour of an idle machine"
 	@echo "  make setup    only install; EXTRAS=\"brain clip\" adds what those need"
 	@echo
 	@echo "Each of them makes .venv first if need be, once: about 3.1 GB to download and 6 GB on disk"
@@ -42,7 +42,7 @@ test: lint
 
 bench:
 	@sh tools/setup.sh bench
-	$(BIN)/ermoe bench layer
+	$(BIN)/ermoe bench all --threads 1 2
 
 # Pins stay as they are unless a range in pyproject.toml forbids them; UPGRADE=--upgrade takes the newest of all.
 constraints: dev-env

@@ -1,14 +1,29 @@
-"""Writing files so that nobody ever reads half of one."""
+"""Writing files so that nobody ever reads half of one, and what the disk refuses is said in one sentence."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ermoe.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
+
+
+class UnwritableError(UserError):
+    """A file that the disk refuses: ``reason`` is the system's, ``remedy`` what would help."""
+
+    def __init__(self, path: Path, problem: OSError) -> None:
+        self.path = path
+        self.reason = problem.strerror
+        self.remedy = "free some space" if problem.errno in _FULL else "make it writable"
+        super().__init__(f"{path} cannot be written: {self.reason}; {self.remedy}, or choose another place")
 
 
 @contextmanager
@@ -39,12 +54,55 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _flush(draft)
         os.replace(draft, path)
         _flush(path.parent)
-    except PermissionError as problem:
-        if problem.filename != str(draft):
-            raise
-        raise UserError(f"{path} cannot be written: {problem.strerror}; choose another place") from problem
+    except UserError:
+        raise
+    except Exception as problem:
+        if (refusal := _refusal(problem, draft)) is not None:
+            raise UnwritableError(path, refusal) from problem
+        raise
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _refusal(problem: Exception, draft: Path) -> OSError | None:
+    """The disk's own error behind one that was raised while ``draft`` was written; None if the disk is not to blame.
+
+    Libraries hide it: on a full disk torch speaks of an unexpected position, safetensors of serialising. So the disk
+    is asked once more.
+    """
+    if isinstance(problem, OSError) and problem.errno is not None:
+        is_own = problem.filename is None or str(problem.filename) in (str(draft), str(draft.parent))
+        return problem if is_own else None
+    try:
+        with draft.open("ab") as file:
+            file.write(bytes(2**20))
+    except OSError as refusal:
+        return refusal
+    return None
+
+
+def append(path: Path, data: bytes) -> None:
+    """Adds ``data`` at the end of a file: all of it, or nothing if the disk refuses."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while data:  # a disk that fills up takes a part first, and refuses the rest
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(size)
+                raise
+    except OSError as problem:
+        raise UnwritableError(path, problem) from problem
+
+
+def remove_drafts(folder: Path) -> None:
+    """Removes what killed processes left of files they were replacing in ``folder``; nobody may be writing there."""
+    for path in folder.glob(".*"):
+        if _DRAFT.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _flush(path: Path) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from ermoe.bench import layer, routing
+from ermoe.bench import data, layer, routing, scaling
 from ermoe.bench.clock import compare, take_turns
 from ermoe.bench.memory import peak_megabytes
+from ermoe.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
 from ermoe.bench.record import Bar, Result, save, show
 from ermoe.nn import MoE
@@ -103,3 +104,40 @@ def test_the_paper_layer_has_the_presets_ranks():
     built = eigen_layer(Shape(), device="meta")
     assert built.experts.up.U.shape == (8, 768, 504)
     assert built.router.score.route_rank == 56
+
+
+def test_products_alone_are_the_experts_with_equally_many_rows():
+    built = eigen_layer(SMALL, route_rank=32)
+    outputs = scaling.products_of(built, SMALL)()
+    rows = tokens(SMALL)[0].flatten(0, 1).repeat(2, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, built.experts(rows, torch.tensor([10, 10, 10, 10])))
+
+
+def test_the_dense_miniature_is_as_wide_as_two_experts_where_the_sparse_one_has_experts():
+    widths = [block.mlp.fc1.out_features for block in miniature_of_equal_flops().blocks]
+    assert widths == [384, 768, 384, 768]
+
+
+def test_a_training_step_belongs_to_the_batch_it_is_given():
+    model = torch.nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    step = training_step_of(model, iter([(torch.ones(3, 4), torch.tensor([0, 1, 1]))]))
+    step()
+    assert not torch.equal(before, model.weight)
+    with pytest.raises(StopIteration):
+        step()
+
+
+def test_the_data_benchmark_compares_the_loader_with_tensors(monkeypatch):
+    taken = []
+    monkeypatch.setattr(data, "step", lambda batches: lambda: taken.append(next(batches)))
+    result = data.run(None, rounds=1, threads=1)
+    assert {(image.shape, label.shape[0]) for image, label in taken} == {((100, 3, 32, 32), 100)}
+    (table,) = result.tables.values()
+    assert {row.name for row in table} == {
+        "preloaded tensors",
+        "loader, miniature preset",
+        "loader, all augmentations of the paper",
+    }
+    assert [bar.limit for bar in result.bars] == [1 / 0.9]

@@ -5,6 +5,7 @@ import torch
 
 import ermoe
 from ermoe.cli.main import main
+from ermoe.models.baselines.sfcn import SFCN
 
 
 def test_info_prints_the_paper_beside_the_count(capsys, monkeypatch):
@@ -27,6 +28,12 @@ def test_info_of_a_saved_model(tmp_path, capsys):
     assert "0.5 M" in capsys.readouterr().out
 
 
+def test_info_of_a_saved_network_without_blocks(tmp_path, capsys):
+    ermoe.save(SFCN(channels=(4, 4, 4)), tmp_path)
+    assert main(["info", str(tmp_path)]) == 2
+    assert "this SFCN has no transformer blocks" in capsys.readouterr().err
+
+
 def test_info_of_nothing(capsys):
     assert main(["info", "paper-z16"]) == 2
     assert "there is no preset 'paper-z16'" in capsys.readouterr().err
@@ -42,6 +49,12 @@ def test_export_writes_a_file_beside_the_model(tmp_path, capsys):
         assert torch.allclose(
             torch.export.load(tmp_path / "model.pt2").module()(images), model.eval()(images), atol=1e-5
         )
+
+
+def test_export_at_a_size_the_model_does_not_take(tmp_path, capsys):
+    ermoe.save(ermoe.upcycle(timm.create_model("test_vit", img_size=32, depth=2), num_experts=2), tmp_path)
+    assert main(["export", str(tmp_path), "--image-size", "50"]) == 2
+    assert "image_size=(50, 50): this VisionTransformer does not take such images" in capsys.readouterr().err
 
 
 def test_export_of_nothing(tmp_path, capsys):

@@ -71,13 +71,14 @@ def idx(root, compressed=True, num=12):
     return root
 
 
-def shards(root, label=lambda i: i % 3):
-    root.mkdir(parents=True, exist_ok=True)
-    for split, numbers in (("train-000", range(6)), ("train-001", range(6, 12)), ("val-000", range(20, 26))):
-        with tarfile.open(root / f"{split}.tar", "w") as tar:
+def shards(root, label=lambda i: i % 3, names=("train-000", "train-001", "val-000"), below=""):
+    for name, numbers in zip(names, (range(6), range(6, 12), range(20, 26)), strict=True):
+        file = root / f"{name}.tar"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(file, "w") as tar:
             for i in numbers:
                 for suffix, data in (("png", picture(i)), ("cls", str(label(i)).encode())):
-                    member = tarfile.TarInfo(f"{i:06d}.{suffix}")
+                    member = tarfile.TarInfo(f"{below}{i:06d}.{suffix}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
     return root

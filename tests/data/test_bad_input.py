@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import torch
 from PIL import Image
 
 from data import make
+from ermoe.data.augment import Transform
+from ermoe.data.captions.catalogue import open_captions
 from ermoe.data.catalogue import open_images
 from ermoe.data.check import check
 from ermoe.data.decode import decode
+from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 
 
@@ -64,6 +68,16 @@ def test_a_corrupt_jpeg(tmp_path):
         images.read(3)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_is_one_sentence_also_from_a_worker(tmp_path, workers):
+    make.image_folder(tmp_path)
+    (tmp_path / "train" / "dog" / "bad.jpg").write_bytes(make.picture(7, (64, 64), format="JPEG")[:400])
+    batches = Loader(open_images(tmp_path), Transform(8), batch_size=3, workers=workers).epoch()
+    assert len(next(batches)[0]) == 3, "what comes before it is delivered"
+    with pytest.raises(UserError, match=r"^\S+bad\.jpg cannot be decoded: .*; replace or remove it$"):
+        list(batches)
+
+
 def test_a_truncated_binary_batch(tmp_path):
     file = make.cifar10(tmp_path) / "data_batch_2.bin"
     file.write_bytes(file.read_bytes()[:-1])
@@ -80,11 +94,32 @@ def test_a_truncated_idx_file(tmp_path, compressed):
         open_images(tmp_path, "train")
 
 
-def test_a_truncated_shard(tmp_path):
+@pytest.mark.parametrize("size", [0, 3, 4, 10, 15])
+def test_an_idx_file_cut_inside_its_header(tmp_path, size):
+    make.idx(tmp_path, compressed=False)
+    file = tmp_path / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte is .*: download it again"):
+        open_images(tmp_path, "train")
+
+
+@pytest.mark.parametrize("size", [0, 512, 700, 1024, 2048, 3 * 1024])
+def test_a_truncated_shard(tmp_path, size):
+    """An image and its label take 512 + 512 and 512 + 512 bytes here: some of the cuts are between members."""
     make.shards(tmp_path)
     file = tmp_path / "train-001.tar"
-    file.write_bytes(file.read_bytes()[:700])
-    with pytest.raises(UserError, match=r"train-001\.tar"):
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"train-001\.tar .*copy it again"):
+        open_images(tmp_path, "train")
+
+
+def test_a_shard_damaged_in_the_middle(tmp_path):
+    make.shards(tmp_path)
+    file = tmp_path / "train-001.tar"
+    data = bytearray(file.read_bytes())
+    data[4096 : 4096 + 512] = bytes([255]) * 512
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"train-001\.tar is truncated or damaged after 4,096 bytes"):
         open_images(tmp_path, "train")
 
 
@@ -153,15 +188,81 @@ def test_a_class_without_test_images_is_shown(tmp_path):
 def test_an_unreadable_file(tmp_path, monkeypatch):
     make.image_folder(tmp_path)
     secret = tmp_path / "train" / "cat" / "1.png"
-    read_bytes = Path.read_bytes
-
-    def refuse(path):  # permissions do not stop the superuser, who may be running this
-        if path == secret:
-            raise PermissionError(13, "Permission denied")
-        return read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    _refuse(monkeypatch, secret)
     assert "1.png cannot be read: Permission denied" in only_unreadable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "file"),
+    [
+        (make.cifar10, "cifar-10-batches-bin/data_batch_1.bin"),
+        (make.cifar10, "cifar-10-batches-bin/batches.meta.txt"),
+        (make.cifar10_pickled, "cifar-10-batches-py/data_batch_1"),
+        (make.idx, "train-labels-idx1-ubyte.gz"),
+        (make.tiny_imagenet, "wnids.txt"),
+        (make.shards, "classes.txt"),
+        (make.shards, "train-000.tar"),
+    ],
+)
+def test_a_file_that_is_no_image_and_cannot_be_read(tmp_path, monkeypatch, layout, file):
+    layout(tmp_path)
+    (tmp_path / file).touch()
+    _refuse(monkeypatch, tmp_path / file)
+    with pytest.raises(UserError, match=rf"{Path(file).name} cannot be read.*Permission denied"):
+        open_images(tmp_path, "train")
+
+
+def test_a_table_of_labels_that_cannot_be_read(tmp_path, monkeypatch):
+    table = make.tiny_imagenet(tmp_path) / "val" / "val_annotations.txt"
+    table.write_bytes(b"val_0.JPEG\tn01\nval_1.JPEG\t\xe9\n")
+    with pytest.raises(UserError, match=r"val_annotations\.txt is not UTF-8 text: byte 26, in line 2"):
+        open_images(tmp_path, "test")
+    _refuse(monkeypatch, table)
+    with pytest.raises(UserError, match=r"val_annotations\.txt cannot be read: Permission denied"):
+        open_images(tmp_path, "test")
+
+
+@pytest.mark.parametrize("below", ["train", "train/cat", "val"])
+def test_a_folder_that_cannot_be_listed(tmp_path, monkeypatch, below):
+    make.image_folder(tmp_path)
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path) == tmp_path / below:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=f"{below} cannot be read: Permission denied; look at"):
+        open_images(tmp_path, "test" if below == "val" else "train")
+
+
+@pytest.mark.parametrize("opener", [open_images, open_captions])
+def test_a_folder_that_cannot_even_be_looked_at(tmp_path, monkeypatch, opener):
+    stat = os.stat
+
+    def refuse(path, **options):
+        if Path(path).parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(UserError, match=f"{tmp_path}/.* cannot be read: Permission denied"):
+        opener(tmp_path / "set")
+
+
+def _refuse(monkeypatch, secret):
+    """Permissions do not stop the superuser, who may be running this."""
+    real = io.open
+
+    def refuse(path, *rest, **options):
+        if path == secret or path == str(secret):
+            raise PermissionError(13, "Permission denied", str(secret))
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("tarfile.bltn_open", refuse)
 
 
 def test_a_zero_byte_file(tmp_path):
@@ -186,7 +287,19 @@ def test_a_link_to_itself_is_counted(tmp_path):
 def test_other_files_are_counted(tmp_path):
     make.image_folder(tmp_path)
     (tmp_path / "train" / "cat" / "notes.txt").touch()
-    assert "1 other files ignored" in open_images(tmp_path, "train").found
+    (tmp_path / "train" / "loose.png").touch()
+    assert "2 other files ignored" in open_images(tmp_path, "train").found
+
+
+def test_class_folders_that_are_links_to_nowhere_are_counted(tmp_path):
+    make.image_folder(tmp_path)
+    os.symlink("self", tmp_path / "train" / "self")
+    os.symlink(tmp_path / "gone", tmp_path / "train" / "yak")
+    train = open_images(tmp_path, "train")
+    assert "2 broken links ignored" in train.found
+    assert train.classes == make.CLASSES
+    shutil.copytree(tmp_path / "train" / "cat", tmp_path / "gone")
+    assert open_images(tmp_path, "train").classes == [*make.CLASSES, "yak"]
 
 
 def test_loose_images_without_class_folders(tmp_path):

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from data import make
-from ermoe.data import cifar
+from ermoe.data import cifar, shards
 from ermoe.data.catalogue import open_images
-from ermoe.data.check import check
+from ermoe.data.check import _PORTION, check
 from ermoe.data.decode import decode
 from ermoe.errors import UserError
 
@@ -93,6 +94,22 @@ def test_class_folders_without_splits_hold_out_the_same_tenth_every_time(tmp_pat
     assert "10% held out" in test.found
 
 
+def test_file_names_need_not_be_utf_8(tmp_path):
+    make.class_folders(tmp_path, per_class=1)
+    strange = os.fsdecode(b"caf\xe9.png")
+    for number, name in enumerate(make.CLASSES):
+        for i in range(9):
+            (tmp_path / name / f"{i}{strange}").write_bytes(make.picture(1000 + 10 * number + i))
+    train, test = open_images(tmp_path, "train"), open_images(tmp_path, "test")
+    names = [split.name(i) for split in (train, test) for i in range(len(split))]
+    assert len(names) == 30
+    assert sum(name.endswith(r"caf\xe9.png") for name in names) == 27
+    assert check([train, test]).is_clean
+    (tmp_path / "cat" / strange).touch()
+    broken = check([open_images(tmp_path, split) for split in ("train", "test")])
+    assert rb"caf\xe9.png is empty" in broken.report().encode("utf-8")
+
+
 def test_tiny_imagenet_reads_its_table_of_labels(tmp_path):
     make.tiny_imagenet(tmp_path)
     train, test = open_images(tmp_path, "train"), open_images(tmp_path, "test")
@@ -111,6 +128,61 @@ def test_shards_are_read_at_random(tmp_path):
     assert open_images(tmp_path, "test").classes == images.classes
 
 
+@pytest.mark.parametrize(
+    ("names", "below"),
+    [
+        (("train-000", "train-001", "val-000"), "./"),
+        (("train-000", "train-001", "val-000"), "part.1/"),
+        (("imagenet1k-train-0000", "imagenet1k-train-0001", "imagenet1k-validation-0000"), ""),
+        (("train/0000", "train/0001", "val/0000"), ""),
+    ],
+)
+def test_shards_as_people_name_and_pack_them(tmp_path, names, below):
+    make.shards(tmp_path, names=names, below=below)
+    train, test = open_images(tmp_path, "train"), open_images(tmp_path, "test")
+    assert (len(train), len(test)) == (12, 6)
+    assert torch.equal(train.read(8), decode(make.picture(8), ""))
+    assert test.label_N.tolist() == [i % 3 for i in range(20, 26)]
+
+
+def test_shards_are_indexed_once(tmp_path, monkeypatch):
+    make.shards(tmp_path)
+    opened, tar_open = [], tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda file, *rest: opened.append(Path(file).name) or tar_open(file, *rest))
+    train, test = open_images(tmp_path, "train"), open_images(tmp_path, "test")
+    assert train.classes == test.classes == ["0", "1", "2"]
+    assert sorted(opened) == ["train-000.tar", "train-001.tar", "val-000.tar"]
+    make.shards(tmp_path, label=lambda i: i % 4)
+    opened.clear()
+    assert open_images(tmp_path, "test").classes == ["0", "1", "2", "3"], "a shard that changed is indexed anew"
+
+
+def test_classes_txt_names_the_classes_of_shards(tmp_path):
+    make.shards(tmp_path, names=("train/0", "train/1", "val/0"))
+    (tmp_path / "classes.txt").write_text("cat\ndog\nowl\nyak\n\n")
+    assert open_images(tmp_path, "test").classes == [*make.CLASSES, "yak"]
+
+
+def test_archives_beside_class_folders_are_not_shards(tmp_path):
+    make.image_folder(tmp_path)
+    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "train/n01440764.tar"):
+        (tmp_path / name).touch()
+    assert (len(open_images(tmp_path, "train")), len(open_images(tmp_path, "test"))) == (9, 6)
+    make.class_folders(tmp_path / "unsplit")
+    (tmp_path / "unsplit" / "backup.tar").touch()
+    assert "; 1 other files ignored" in open_images(tmp_path / "unsplit", "train").found
+
+
+def test_of_val_and_test_shards_val_is_taken(tmp_path):
+    for name in ("set-train-0.tar", "val-0.tar", "test-0.tar", "trainer-0.tar", "train-0.tar.gz"):
+        (tmp_path / name).touch()
+    found = shards.find(tmp_path)
+    assert {split: [file.name for file in files] for split, files in found.items()} == {
+        "train": ["set-train-0.tar"],
+        "test": ["val-0.tar"],
+    }
+
+
 def test_check_finds_what_is_wrong(tmp_path):
     make.image_folder(tmp_path)
     (tmp_path / "val" / "owl" / "copy.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes())
@@ -123,6 +195,14 @@ def test_check_finds_what_is_wrong(tmp_path):
     assert len(findings.unreadable) == 1
     assert "broken.jpg cannot be decoded" in findings.report()
     assert findings.class_counts["train"] == {"cat": 4, "dog": 4, "owl": 3}
+
+
+def test_check_reads_any_number_of_images_in_portions(capsys):
+    images = open_images("digits")
+    assert len(images) > _PORTION, "so that there is more than one"
+    findings = check([images])
+    assert sum(findings.sizes.values()) == sum(findings.class_counts["train"].values()) == len(images)
+    assert capsys.readouterr() == ("", ""), "the bar is for terminals only"
 
 
 @pytest.mark.skipif("ERMOE_DATA" not in os.environ, reason="needs ERMOE_DATA, a folder with the packed data sets")

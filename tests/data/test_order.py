@@ -8,6 +8,7 @@ from torchvision.transforms import v2
 from data import make
 from ermoe.data.augment import Augmentation, Batch, Transform, resized_crop
 from ermoe.data.catalogue import open_images
+from ermoe.data.images import ImagesInMemory
 from ermoe.data.loader import Loader
 from ermoe.data.order import Order, evaluation_batches, share
 from ermoe.data.rand_augment import rand_augment
@@ -34,7 +35,7 @@ def test_an_epoch_has_every_image_once_and_each_epoch_another_order():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_shares_put_together_are_the_batch(num_processes):
-    batch = Order(100, 16, seed=0).batch(0, 2)
+    batch = list(Order(100, 16, seed=0).batches(0))[2]
     parts = [share(batch, rank=r, num_processes=num_processes) for r in range(num_processes)]
     assert np.concatenate(parts).tolist() == batch.tolist()
 
@@ -112,6 +113,30 @@ def test_without_augmentation_images_are_only_normalised():
         images.image_NCHW[:4].expand(-1, 3, -1, -1) / 255, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
     )
     torch.testing.assert_close(batch.image, expected)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("crop", ["none", "pad", "resized"])
+@pytest.mark.parametrize("size", [8, 12, 30])
+def test_a_picture_in_memory_and_as_a_file_is_the_same_input(tmp_path, mode, crop, size):
+    for number, name in enumerate(make.CLASSES):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "0.png").write_bytes(make.picture(number, (12, 12), mode))
+    files = open_images(tmp_path)
+    pixels = torch.stack([files.read(i) for i in range(3)])[:, : len(mode)]
+    memory = ImagesInMemory(pixels, found="", split="train", classes=files.classes, label_N=files.label_N)
+    transform = Transform(size, Augmentation(crop=crop), seed=1, crop_share=0.875)
+    assert torch.equal(transform.host(memory, np.arange(3), 0), transform.host(files, np.arange(3), 0))
+
+
+def test_evaluation_cuts_the_middle_of_images_in_memory():
+    pixels = torch.randint(0, 256, (3, 1, 20, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = ImagesInMemory(pixels, found="", split="test", classes=["a", "b"], label_N=torch.zeros(3).long())
+    found = Transform(16, crop_share=0.64).host(images, np.arange(3), 0)
+    for row in range(3):
+        resized = v2.functional.resize(images.read(row), [25, 35], interpolation=v2.InterpolationMode.BICUBIC)
+        assert torch.equal(found[row], v2.functional.center_crop(resized, [16, 16]))
+    assert Transform(16).host(images, np.arange(0), 0).shape == (0, 3, 16, 16)
 
 
 def test_mixing_keeps_pairs_and_shares_honest():

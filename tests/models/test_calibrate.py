@@ -6,6 +6,7 @@ import torch
 import ermoe
 from ermoe.models.calibrate import threshold_for_budget
 from ermoe.models.equal_load import equal_load_offsets
+from ermoe.models.weights.state import load_state
 from ermoe.nn import Routing
 from models.backbones import apart, build, outputs, photographs
 
@@ -82,6 +83,14 @@ class TestBudget:
         assert result.experts_per_token < 1.9
         assert "blocks.1.mlp: T = 0 still prunes" in caplog.text
 
+    def test_a_budget_missed_for_equal_scores_says_so(self, caplog):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, below_threshold="prune", blocks=[1])
+        sparse.blocks[1].mlp.router.score.register_forward_hook(lambda _, __, score: torch.full_like(score, 0.25))
+        result = ermoe.calibrate(sparse, [photographs(64)], budget=1.5)["blocks.1.mlp"]
+        assert (result.threshold, result.experts_per_token) == (0.25, 2)
+        assert "blocks.1.mlp: T = 0.250 keeps 2.00 experts a token, not 1.50: many scores equal it" in caplog.text
+        assert "T = 0 " not in caplog.text
+
 
 class TestCalibrate:
     def test_only_offsets_move(self):
@@ -134,6 +143,22 @@ class TestCalibrate:
         ermoe.save(sparse, tmp_path)
         assert [block.mlp.router.threshold for block in ermoe.load(tmp_path).blocks[1::2]] == thresholds
 
+    def test_the_capacity_travels_with_the_weights(self, tmp_path):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4)
+        ermoe.calibrate(sparse, [photographs(64)], capacity_factor=0.5)
+        ermoe.save(sparse, tmp_path)
+        loaded = ermoe.load(tmp_path).eval()
+        assert [block.mlp.router.capacity_factor for block in loaded.blocks[1::2]] == [0.5] * 3
+        assert torch.equal(outputs(loaded, photographs(64)), outputs(sparse.eval(), photographs(64)))
+
+    def test_weights_that_hold_the_threshold_alone_leave_the_capacity(self):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, capacity_factor=2.0)
+        state = sparse.state_dict()
+        router = sparse.blocks[1].mlp.router
+        state["blocks.1.mlp.router._extra_state"] = torch.tensor(0.25, dtype=torch.float64)
+        load_state(sparse, state, source="an earlier file")
+        assert (router.threshold, router.capacity_factor, router.score.route_rank) == (0.25, 2.0, 16)
+
     def test_fewest_drops_at_a_fixed_capacity(self):
         """Against the slow twin: thresholds of a grid, each with its own offsets, measured by running the model."""
         images = photographs(64, 64)
@@ -159,12 +184,29 @@ class TestCalibrate:
             ({"balance": "none"}, {}, "nothing to calibrate"),
             ({}, {"budget": 1.5}, "below_threshold='prune'"),
             ({"below_threshold": "prune"}, {"budget": 2.5}, "1 <= budget <= top_k=2"),
+            ({}, {"rounds": 0}, "rounds=0: need at least one pass"),
+            ({}, {"capacity_factor": 0}, "capacity_factor=0: use a positive number"),
+            ({}, {"capacity_factor": -1.0}, "capacity_factor=-1.0: use a positive number"),
         ],
     )
     def test_what_makes_no_sense_is_refused(self, sparsity, options, message):
         sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, **sparsity)
         with pytest.raises(ValueError, match=message):
             ermoe.calibrate(sparse, [photographs(64)], **options)
+
+    @pytest.mark.parametrize("score", ["eigenbasis", "energy"])
+    def test_images_that_are_no_numbers_are_refused(self, score):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, score=score)
+        images = photographs(64).clone()
+        images[3, 0, 5, 5] = torch.nan
+        with pytest.raises(ValueError, match="a batch holds NaN"):
+            ermoe.calibrate(sparse, [photographs(64), images])
+
+    @pytest.mark.parametrize("rounds", [1, 2])
+    def test_one_batch_is_no_list_of_batches(self, rounds):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4)
+        with pytest.raises(ValueError, match=r"one tensor of shape \(8, 3, 64, 64\): pass a list of batches"):
+            ermoe.calibrate(sparse, photographs(64), rounds=rounds)
 
     def test_no_batches_are_refused(self):
         with pytest.raises(ValueError, match="no batches"):

@@ -5,6 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ermoe
+from ermoe.errors import UserError
+from ermoe.models.baselines.sfcn import SFCN
 from ermoe.models.costs import PAPER, three_ways
 from ermoe.models.presets import PRESETS
 from ermoe.models.static_path import every_expert
@@ -83,6 +85,17 @@ class TestFormulas:
         counted = ermoe.count(sparse, 64)
         assert counted.total_parameters - counted.active_parameters == 3 * (experts * 6 // 8 - idle_columns)
 
+    @pytest.mark.parametrize(("options", "pairs"), [({}, 2), ({"top_k": 3}, 3), ({"capacity_factor": 1.5}, 1.5)])
+    def test_expert_choice(self, options, pairs):
+        """As many experts a token as the router really gives it, up to the rounding of places."""
+        sparse = ermoe.upcycle(build("test_vit")[0], router="expert-choice", **options)
+        counted = ermoe.count(sparse, 64)
+        per_expert = sum(p.numel() for p in sparse.blocks[1].mlp.experts.parameters()) // 8
+        assert counted.flops.experts == 3 * round(self.N * pairs) * 2 * 2 * self.D * self.H
+        assert counted.total_parameters - counted.active_parameters == 3 * (8 - pairs) * per_expert
+        routed = len(sparse.blocks[1].mlp.route(torch.randn(5, 160, self.D)).token_A)
+        assert routed / (5 * 160) == pairs == sparse.blocks[1].mlp.router.experts_per_token
+
     def test_soft_moe(self):
         flops = self.count(router="soft")
         slots = 8 * 2  # 17 tokens over 8 experts
@@ -114,6 +127,31 @@ def test_counting_leaves_the_model_alone():
     assert sparse.training
     assert not sparse.blocks[1].mlp.every_expert
     assert torch.equal(outputs(sparse, photographs(64)), before)
+
+
+def test_counting_leaves_frozen_modules_in_their_mode():
+    sparse = ermoe.upcycle(build("test_vit")[0]).train()
+    sparse.blocks[0].eval()
+    ermoe.count(sparse, 64)
+    assert sparse.training
+    assert not sparse.blocks[0].mlp.training
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, (64, 0), (3, 64, 64), "64"])
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(UserError, match=r"image_size=.*need a positive whole number, or a tuple of 2"):
+        ermoe.count(build("test_vit")[0], size)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "torchvision", "hugging face"])
+def test_sizes_that_a_backbone_does_not_take_are_refused(name):
+    with pytest.raises(UserError, match=r"image_size=\(100, 100\): this \w+ does not take such images"):
+        ermoe.count(ermoe.upcycle(build(name)[0]), 100)
+
+
+def test_a_network_without_blocks_is_refused():
+    with pytest.raises(UserError, match="this SFCN has no transformer blocks"):
+        ermoe.count(SFCN(channels=(4, 4, 4)))
 
 
 @pytest.mark.parametrize("name", PRESETS)

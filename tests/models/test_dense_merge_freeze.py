@@ -37,6 +37,20 @@ class TestToDense:
         again = ermoe.to_dense(ermoe.upcycle(dense, num_experts=4, **options))
         assert distance(outputs(again, photographs(size)), outputs(dense, photographs(size))) < 1e-4
 
+    @pytest.mark.parametrize("router", ["eigen", "logit", "cosine", "clip-moe"])
+    def test_outputs_stay_where_weights_sum_to_one(self, router):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, router=router)
+        images = photographs(64)
+        assert distance(outputs(ermoe.to_dense(sparse), images), outputs(sparse, images)) < 1e-4
+
+    @pytest.mark.parametrize("router", ["v-moe", "expert-choice", "soft", "base"])
+    def test_elsewhere_it_is_the_model_they_started_from(self, router):
+        dense, size = build("test_vit")
+        sparse = ermoe.upcycle(dense, num_experts=4, router=router)
+        again, images = ermoe.to_dense(sparse), photographs(size)
+        assert distance(outputs(again, images), outputs(dense, images)) < 1e-4
+        assert distance(outputs(again, images), outputs(sparse, images)) > 1e-2
+
     def test_it_can_be_made_sparse_again(self):
         dense, size = build("test_vit")
         again = ermoe.upcycle(ermoe.to_dense(ermoe.upcycle(dense)), num_experts=3)
@@ -151,6 +165,11 @@ class TestFreeze:
     def test_what_does_not_exist_is_named(self, sparse):
         with pytest.raises(ValueError, match=r"'blocks\.9\.\*' names no parameter"):
             ermoe.freeze(sparse, "blocks.9.*")
+
+    def test_nothing_is_no_part(self, sparse):
+        for function in (ermoe.freeze, ermoe.unfreeze):
+            with pytest.raises(ValueError, match="no part is named: use one of backbone, experts, head, router"):
+                function(sparse)
 
 
 def test_every_accepted_architecture_comes_back_exactly_named():

@@ -57,6 +57,39 @@ def test_routing_subspaces_are_mutually_orthogonal_singular_directions(experts):
         assert torch.allclose(layer.experts.up.s[2, :16], s[2::4], atol=1e-4)
 
 
+class TestExpertsThatNothingWouldTellApart:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"num_experts": 65},
+            {"num_experts": 65, "experts": "dense"},
+            {"num_experts": 9, "rank": 8, "route_rank": 4},
+            {"num_experts": 4, "rank": 16, "route_rank": 16},
+            {"num_experts": 65, "score": "energy"},
+        ],
+    )
+    def test_they_are_refused(self, options):
+        with pytest.raises(ValueError, match=r"^num_experts=.*singular directions to share out"):
+            ermoe.upcycle(build("test_vit")[0], **options)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"num_experts": 64}, {"num_experts": 8, "rank": 8, "route_rank": 7}, {"num_experts": 60, "rank": 60}],
+    )
+    def test_up_to_the_last_direction_scores_differ(self, options):
+        sparse = ermoe.upcycle(build("test_vit")[0], blocks=[1], **options)
+        seen = []
+        sparse.blocks[1].mlp.observers.append(seen.append)
+        outputs(sparse, photographs(64))
+        score_ET = seen[0].score_TE.T
+        assert float(torch.pdist(score_ET, p=torch.inf).min()) > 1e-3
+
+    @pytest.mark.parametrize("options", [{"score": "prototype"}, {"score": "logit"}, {"router": "v-moe"}])
+    def test_where_something_else_does_they_are_welcome(self, options):
+        sparse = ermoe.upcycle(build("test_vit")[0], num_experts=65, blocks=[1], **options)
+        assert sparse.blocks[1].mlp.experts.num_experts == 65
+
+
 def test_a_gated_network_routes_by_its_gate():
     dense, _ = build("vit_small_plus_patch16_dinov3")
     layer = ermoe.upcycle(dense, num_experts=4, experts="dense").blocks[1].mlp
@@ -133,7 +166,7 @@ class TestTruncation:
         """A layer cut to rank 1 still has the right mean output before the activation."""
         dense, size = build("test_vit")
         images = photographs(size)
-        sparse = ermoe.upcycle(dense, num_experts=2, rank=1, route_rank=1, blocks=[1], calibration=[images])
+        sparse = ermoe.upcycle(dense, num_experts=1, top_k=1, rank=1, blocks=[1], calibration=[images])
         seen = []
         for model in (dense, sparse):
             model.blocks[1].norm2.register_forward_hook(lambda _, __, z: seen.append(z.flatten(0, 1)))

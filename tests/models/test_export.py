@@ -1,25 +1,26 @@
 """Models as files that run without ermoe."""
 
+import copy
 import os
 import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 
 import ermoe
+from ermoe.errors import UserError
+from ermoe.models.baselines.sfcn import SFCN
 from ermoe.models.export import limit_places, to_program
-from models.backbones import apart, build, distance, outputs, photographs
+from ermoe.models.vit3d import ViT3D
+from models.backbones import apart, build, distance, outputs, perturb, photographs
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def sparse():
-    import timm
-
-    from models.backbones import perturb
-
     torch.manual_seed(0)
     dense = perturb(timm.create_model("test_vit", num_classes=10, img_size=64, depth=2, global_pool="avg")).eval()
     return apart(ermoe.upcycle(dense, num_experts=4), scale=0.1)
@@ -82,6 +83,15 @@ class TestCapacity:
             limit_places(layer, 0.8)
             assert torch.allclose(layer(x, context), expected, atol=1e-5)
 
+    def test_an_expert_that_chooses_keeps_its_places(self):
+        """With f = 1 there are as many places as the experts of expert choice take."""
+        layer = apart(ermoe.upcycle(build("test_vit")[0], num_experts=4, router="expert-choice")).blocks[1].mlp
+        x = torch.randn(3, 17, 64, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            before = layer(x)
+            limit_places(layer, 1.0)
+            assert torch.allclose(layer(x), before, atol=1e-5)
+
     def test_the_file_has_the_limited_models_outputs(self, sparse, tmp_path):
         exact = ermoe.export(sparse, tmp_path / "a.onnx", image_size=64, path="capacity", capacity_factor=2)
         assert exact.difference < 1e-4
@@ -101,6 +111,46 @@ class TestCapacity:
                 program.module()(images)
             work.append(counter.get_total_flops())
         assert work[1] < work[0]
+
+
+class TestVolumes:
+    @pytest.fixture
+    def sparse(self):
+        torch.manual_seed(0)
+        dense = perturb(ViT3D((8, 8, 4), patch_size=4, embed_dim=48, depth=2, num_heads=4))
+        return apart(ermoe.upcycle(dense, num_experts=4), scale=0.1)
+
+    def test_any_number_of_volumes(self, sparse, tmp_path):
+        import onnxruntime
+
+        sparse.train()
+        sparse.blocks[0].eval()
+        exported = ermoe.export(sparse, tmp_path / "model.onnx")
+        assert exported.difference < 1e-4
+        assert (sparse.training, sparse.blocks[0].mlp.training, sparse.blocks[1].training) == (True, False, True)
+        volumes = torch.randn(5, 1, 8, 8, 4, generator=torch.Generator().manual_seed(1))
+        theirs = onnxruntime.InferenceSession(exported.file).run(None, {"images": volumes.numpy()})[0]
+        assert distance(torch.from_numpy(theirs), outputs(sparse.eval(), volumes)) < 1e-4
+
+    def test_one_number_has_a_difference_too(self, sparse, tmp_path):
+        assert ermoe.export(sparse, tmp_path / "model.pt2", dynamic_batch=False).difference < 1e-4
+
+
+class TestSharedPlaces:
+    def build(self, **options):
+        dense = timm.create_model("test_vit", img_size=64, depth=2, num_classes=10)
+        return apart(ermoe.upcycle(perturb(dense), num_experts=4, router="v-moe", **options).eval())
+
+    def test_they_want_a_fixed_batch(self, tmp_path):
+        with pytest.raises(UserError, match=r"blocks\.1\.mlp: images of a batch share.*dynamic_batch=False"):
+            ermoe.export(self.build(), tmp_path / "model.pt2")
+        assert ermoe.export(self.build(), tmp_path / "model.pt2", dynamic_batch=False).difference < 1e-4
+
+    @pytest.mark.parametrize("options", [{"eval_capacity_factor": None}, {"group_size": 1}])
+    def test_without_them_any_batch_will_do(self, options):
+        sparse = self.build(**options)
+        program = to_program(sparse, photographs(64)[:2])
+        assert distance(program.module()(photographs(64)[:5]), outputs(sparse, photographs(64)[:5])) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["hugging face", "torchvision", "eva02_tiny_patch14_224"])
@@ -125,6 +175,15 @@ def test_bad_names_and_paths_are_refused(sparse, tmp_path):
         ermoe.export(sparse, tmp_path / "model.bin")
     with pytest.raises(ValueError, match="path='sorted'"):
         ermoe.export(sparse, tmp_path / "model.onnx", path="sorted")
+    with pytest.raises(UserError, match="capacity_factor=0"):
+        ermoe.export(sparse, tmp_path / "model.onnx", path="capacity", capacity_factor=0)
+    with pytest.raises(UserError, match="image_size=-1"):
+        ermoe.export(sparse, tmp_path / "model.onnx", image_size=-1)
+    with pytest.raises(UserError, match=r"no bfloat16; export model\.float\(\)"):
+        ermoe.export(copy.deepcopy(sparse).bfloat16(), tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="this SFCN takes images of any size"):
+        ermoe.export(SFCN(channels=(4, 4, 4)), tmp_path / "model.onnx")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_missing_package_is_named(sparse, tmp_path, monkeypatch):

@@ -129,8 +129,96 @@ class TestSizes:
         with pytest.raises(ValueError, match="dense model first"):
             ermoe.load_weights(ermoe.upcycle(vit()), torchvision_file[1])
 
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("pos_embed", (64,)),
+            ("pos_embed", (1, 1, 64)),
+            ("pos_embed", (1, 11, 64)),
+            ("pos_embed", (2, 50, 64)),
+            ("patch_embed.proj.weight", (64,)),
+            ("patch_embed.proj.weight", (64, 3, 0, 0)),
+        ],
+    )
+    def test_what_cannot_be_resized_is_of_the_wrong_shape(self, name, shape, tmp_path):
+        torch.save({**vit().state_dict(), name: torch.ones(shape)}, tmp_path / "odd.pth")
+        with pytest.raises(ermoe.errors.UserError, match=rf"wrong shape {name} \({shape[0]},.*instead of"):
+            ermoe.load_weights(vit(), tmp_path / "odd.pth")
+
+    @pytest.mark.parametrize("name", ["head.weight", "pos_embed"])
+    def test_complex_weights_are_of_the_wrong_type(self, name, tmp_path):
+        state = vit(img_size=48).state_dict()
+        torch.save({**state, name: state[name].to(torch.complex64)}, tmp_path / "complex.pth")
+        with pytest.raises(ermoe.errors.UserError, match=rf"wrong (type|shape) {name}"):
+            ermoe.load_weights(vit(), tmp_path / "complex.pth")
+        fit = ermoe.load_weights(vit(), tmp_path / "complex.pth", strict=False)
+        assert name in fit.missing
+
+    def test_names_are_listed_in_the_order_of_the_model(self, tmp_path):
+        torch.save({name: torch.ones(7) for name in vit().state_dict()}, tmp_path / "all.pth")
+        first = r"wrong shape cls_token .*pos_embed .*patch_embed\.proj\.weight .*blocks\.0\.norm1\.weight"
+        with pytest.raises(ermoe.errors.UserError, match=first):
+            ermoe.load_weights(vit(), tmp_path / "all.pth")
+
 
 class TestDamage:
+    @pytest.mark.parametrize("kind", ["npz", "torch", "old torch", "safetensors"])
+    def test_bytes_turned_over_anywhere(self, kind, tmp_path):
+        """Whatever the readers of other libraries raise, it becomes one sentence; or the file is still one."""
+        state = {f"layer.{i}.weight": torch.arange(9.0).view(3, 3) for i in range(3)}
+        file = tmp_path / {"npz": "a.npz", "safetensors": "a.safetensors"}.get(kind, "a.pth")
+        if kind == "npz":
+            np.savez_compressed(file, **{name: tensor.numpy() for name, tensor in state.items()})
+        elif kind == "safetensors":
+            save_file(state, file)
+        else:
+            torch.save(state, file, _use_new_zipfile_serialization=kind == "torch")
+        whole, sentences = file.read_bytes(), []
+        for position in range(0, len(whole), 1 + len(whole) // 120):
+            file.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+            try:
+                read_checkpoint(file)
+            except ermoe.errors.UserError as problem:
+                sentences.append(str(problem))
+        assert len(sentences) > 10
+        assert not any("\n" in sentence for sentence in sentences)
+
+    def test_a_dictionary_that_holds_itself(self, tmp_path):
+        endless = {}
+        endless["model"] = endless
+        torch.save(endless, tmp_path / "endless.pth")
+        with pytest.raises(ermoe.errors.UserError, match="holds no weights"):
+            read_checkpoint(tmp_path / "endless.pth")
+
+    def test_tensors_without_plain_values(self, tmp_path):
+        for odd in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+            torch.save({"weight": odd}, tmp_path / "odd.pth")
+            with pytest.raises(ermoe.errors.UserError, match="holds weight as a sparse, quantised or empty tensor"):
+                read_checkpoint(tmp_path / "odd.pth")
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "embedding/kernel",
+            "head/kernel",
+            "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/query/kernel",
+            "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/out/kernel",
+            "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/value/bias",
+        ],
+    )
+    def test_a_kernel_with_other_axes(self, name, tmp_path):
+        state = dict(np.load(google_file(tmp_path / "vit.npz")))
+        np.savez(tmp_path / "odd.npz", **{**state, name: np.ones(5, np.float32)})
+        with pytest.raises(ermoe.errors.UserError, match=rf"{name} has shape \(5,\): need \d axes"):
+            ermoe.load_weights(vit(), tmp_path / "odd.npz")
+
+    def test_queries_of_another_shape_than_keys(self, tmp_path):
+        state = dict(np.load(google_file(tmp_path / "vit.npz")))
+        name = "Transformer/encoderblock_2/MultiHeadDotProductAttention_1/key/kernel"
+        np.savez(tmp_path / "odd.npz", **{**state, name: np.ones((32, 4, 16), np.float32)})
+        with pytest.raises(ermoe.errors.UserError, match="of different shapes"):
+            ermoe.load_weights(vit(), tmp_path / "odd.npz")
+
     @pytest.mark.parametrize("suffix", [".pth", ".npz", ".safetensors"])
     @pytest.mark.parametrize("content", [b"", b"nonsense" * 50])
     def test_it_is_said_in_one_sentence(self, suffix, content, tmp_path):

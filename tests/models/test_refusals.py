@@ -96,12 +96,22 @@ def test_weights_that_are_no_numbers_are_named(dense):
         ({"blocks": "last-9"}, "this model has 6 blocks"),
         ({"blocks": [7]}, "this model has 6 blocks"),
         ({"blocks": []}, "blocks="),
+        ({"blocks": 3}, "blocks=3: use 'every-n'"),
+        ({"blocks": [1.5]}, r"blocks=\[1\.5\]: use 'every-n'"),
+        ({"blocks": ["1"]}, r"blocks=\['1'\]: use 'every-n'"),
+        ({"blocks": torch.tensor([1, 3])}, r"blocks=tensor\(\[1, 3\]\): use 'every-n'"),
+        ({"num_experts": 2.5}, "^num_experts=2.5: need a whole number"),
+        ({"num_experts": "4"}, "^num_experts='4': need a whole number"),
+        ({"rank": 32.0}, "^rank=32.0: need a whole number"),
+        ({"rank": 5, "experts": "dense"}, "^rank=5: dense experts have no rank"),
+        ({"rank": 5, "router": "v-moe"}, "^rank=5: dense experts have no rank"),
+        ({"threshold": 1.5}, "^threshold=1.5"),
         ({"init": "zeros"}, "init='zeros'"),
         ({"context_of": "dreams"}, "context_of='dreams'"),
         ({"router": "dice"}, "router='dice'"),
         ({"rank": 65}, "rank=65"),
         ({"route_rank": 64}, "square orthonormal basis"),
-        ({"temperature": 2}, "temperature"),
+        ({"temperature": 2}, "^router='eigen' has no option temperature: it has num_experts, "),
         ({"calibration": []}, "no batches"),
     ],
 )
@@ -109,3 +119,12 @@ def test_bad_options_leave_the_model_as_it_was(dense, options, message):
     with pytest.raises(ValueError, match=message):
         ermoe.upcycle(dense, inplace=True, **options)
     assert not any(isinstance(block, SparseBlock) for block in dense.blocks)
+
+
+@pytest.mark.parametrize("name", ["act_layer", "bias", "gated", "drop", "device", "dtype", "hidden_dim", "dim"])
+def test_what_follows_from_the_dense_network_is_no_option(dense, name):
+    with pytest.raises(ValueError, match=f"^{name}: experts take this from the feed-forward network they replace"):
+        ermoe.upcycle(dense, **{name: None})
+    with pytest.raises(ValueError, match="has no option temperature") as problem:
+        ermoe.upcycle(dense, temperature=2)
+    assert name not in str(problem.value).partition("it has ")[2].split(", ")

@@ -233,6 +233,16 @@ class TestContext:
             logits.append(outputs(perturb(ermoe.upcycle(dense, num_experts=4)), photographs(size)))
         assert distance(logits[0], logits[1]) < 1e-4
 
+    def test_hugging_face_eager_attention_gets_no_gradient_from_a_context_without_one(self):
+        dense, size = build("hugging face")
+        grads = []
+        for implementation in ("eager", "sdpa"):
+            dense.set_attn_implementation(implementation)
+            sparse = perturb(ermoe.upcycle(dense, num_experts=4, blocks=[1], context_grad=False))
+            sparse(photographs(size)).logits.sum().backward()
+            grads.append(sparse.vit.layers[1].attention.q_proj.weight.grad)
+        assert torch.allclose(grads[0], grads[1], rtol=1e-3, atol=1e-5)
+
 
 class TestFormsOfAttention:
     @pytest.mark.parametrize(
@@ -361,6 +371,13 @@ class TestRank:
         assert sparse.output_error.keys() == {"blocks.1", "blocks.3", "blocks.5"}
         assert all(0.01 < error < 1 for error in sparse.output_error.values())
         assert "blocks.3 0." in caplog.text
+
+    def test_block_by_block_every_block_is_reported(self, dense):
+        once = ermoe.upcycle(dense, num_experts=4, rank=32, blocks=[1, 3])
+        twice = ermoe.upcycle(
+            ermoe.upcycle(dense, num_experts=4, rank=32, blocks=[1]), num_experts=4, rank=32, blocks=[3]
+        )
+        assert twice.output_error == once.output_error
 
     def test_a_full_rank_has_nothing_to_report(self, dense, caplog):
         assert ermoe.upcycle(dense).output_error == {}

@@ -31,6 +31,11 @@ def test_the_base_model_has_the_size_of_an_upcycled_one():
     assert sizes[0] == sizes[1]
 
 
+def test_they_start_afresh_only():
+    with pytest.raises(ValueError, match=r"init='dense': a model created by name starts afresh.*ermoe\.upcycle"):
+        timm.create_model("test_ermoe_vit", init="dense")
+
+
 class TestProtocol:
     def test_features_and_head_make_the_whole(self, model):
         images = photographs(96)

@@ -166,6 +166,7 @@ class TestPositions:
         ({"pos_embed": "rope"}, "pos_embed='rope'"),
         ({"global_pool": "max"}, "global_pool='max'"),
         ({"num_heads": 5}, "num_heads=5"),
+        ({"patch_size": 0}, "patch_size=0"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -184,6 +185,9 @@ def test_timms_protocol():
     with torch.no_grad():
         assert torch.equal(model.forward_head(model.forward_features(x)), model(x))
         assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 48)
+    with pytest.raises(ValueError, match="global_pool='max'"):
+        model.reset_classifier(3, "max")
+    assert (model.num_classes, model.global_pool) == (3, "token")
     model.reset_classifier(7, "avg")
     assert model(x).shape == (2, 7)
     sparse = ermoe.upcycle(model)

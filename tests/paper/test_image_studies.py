@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from rich.console import Console
 
 from ermoe.analysis.recorder import moe_layers
 from ermoe.data.catalogue import open_images
 from ermoe.errors import UserError
+from ermoe.models.upcycle import upcycle
 from ermoe.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
 from ermoe.paper.images import PAPER_RULE, Source, Variant
 from ermoe.paper.study import Setup, run
@@ -150,3 +152,12 @@ def test_times_of_a_pass_are_ratios_to_two_experts(setup):
     times = top_k.step_times(model, images.source(setup), rounds=2)
     assert times["2"] == 1
     assert np.isfinite(list(times.values())).all()
+
+
+@pytest.mark.parametrize("name", ablation.ROWS)
+def test_every_row_of_the_ablation_can_be_built_at_full_scale(name):
+    data = Source("none", few("train", 1), few("test", 1))
+    chosen = images.recipe_of(Setup(scale="full"), ablation.ROWS[name][0], 1, data)
+    with torch.device("meta"):
+        dense = timm.create_model(chosen.architecture, **chosen.model_args)
+    assert upcycle(dense, init=chosen.init, inplace=True, **chosen.sparsity).sparsity.num_experts == 8

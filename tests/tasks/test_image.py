@@ -1,26 +1,36 @@
 """`ermoe image` from training to prediction, on the digits that come with scikit-learn."""
 
 import json
+import re
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+import tyro
+from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from scipy.stats import t as student
 
 import ermoe
-from ermoe.bench.study import table
-from ermoe.cli.image import run
+from ermoe.cli.image import Train, run
+from ermoe.cli.main import main
 from ermoe.data.catalogue import open_images
 from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.models.baselines.image_level import STYLES
 from ermoe.tasks.image.classification import evaluate, transform_for
+from ermoe.tasks.image.predict import predict
 from ermoe.tasks.image.presets import PRESETS, recipe
-from ermoe.tasks.image.probe import Features, Probe, draw_shots, probe
-from ermoe.tasks.image.run import model_folder, train
+from ermoe.tasks.image.probe import Features, Probe, draw_shots, extract, probe, record_path
+from ermoe.tasks.image.run import class_names, model_folder, train
+from ermoe.train.distributed import Processes
 from ermoe.train.progress import Log
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +38,24 @@ def trained(tmp_path_factory):
     """A finished run of a few epochs."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("image") / "run"
-    run(["train", "digits-ermoe", "digits", "--run", str(folder), "--epochs", "4", "--device", "cpu"])
+    run(["train", "digits-ermoe", "digits", "--out", str(folder), "--epochs", "4", "--device", "cpu"])
     return folder
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    """A digit in a file."""
+    path = tmp_path_factory.mktemp("photo") / "digit.png"
+    Image.fromarray(open_images("digits", "test").image_NCHW[0, 0].numpy()).resize((32, 32)).save(path)
+    return str(path)
+
+
+def _class_folders(root, classes):
+    for split, shade in (("train", 10), ("val", 200)):
+        for number, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8), (shade, 20 * number, 0)).save(root / split / name / "one.png")
+    return root
 
 
 def test_train_writes_a_model_with_its_classes(trained):
@@ -46,9 +72,28 @@ def test_eval_repeats_the_last_figures_of_the_run(trained, capsys, tmp_path):
     assert (tmp_path / "routing.html").stat().st_size > 1000
 
 
-def test_probe_gives_both_readings_with_intervals_and_lists_the_images(trained, tmp_path, capsys):
-    run(["probe", str(trained), "digits", "--shots", "2", "5", "--out", str(tmp_path)])
-    record = json.loads((tmp_path / "probe.json").read_text())
+def test_eval_refuses_as_many_other_classes(trained, tmp_path):
+    data = _class_folders(tmp_path, "abcdefghij")
+    with pytest.raises(UserError, match=r"knows the class '0' where .* has 'a'"):
+        run(["eval", str(trained), str(data)])
+
+
+def test_eval_says_that_a_dense_model_has_no_routing_to_report(tmp_path, capsys):
+    ermoe.save(recipe("digits-dense").build(10), tmp_path / "model")
+    run(["eval", str(tmp_path / "model"), "digits", "--report", str(tmp_path / "routing.html")])
+    assert "is dense: there is no routing to report" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("command", ["eval", "probe", "predict"])
+def test_a_device_can_be_asked_for(command, trained, capsys):
+    assert main(["image", command, str(trained), "digits", "--device", "cuda"]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+def test_probe_gives_both_readings_with_intervals_and_lists_the_images(trained, capsys):
+    run(["probe", str(trained), "digits", "--shots", "2", "5"])
+    record = json.loads((trained / "probe-digits.json").read_text())
     assert [(p["reading"], p["shots"]) for p in record["probes"]] == [
         ("images", 2), ("images", 5), ("epochs", 2), ("epochs", 5),
     ]  # fmt: skip
@@ -62,44 +107,139 @@ def test_probe_gives_both_readings_with_intervals_and_lists_the_images(trained, 
     assert "95 %" in capsys.readouterr().out
 
 
-def test_predict_names_classes(trained, tmp_path, capsys):
-    image = open_images("digits", "test").image_NCHW[0, 0].numpy()
-    path = tmp_path / "digit.png"
-    Image.fromarray(image).resize((32, 32)).save(path)
-    run(["predict", str(trained), str(path), "--top", "3"])
+def test_a_probe_is_written_where_that_is_possible(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert record_path("model", "data/cifar/") == Path("model/probe-cifar.json")
+    assert record_path("model", "digits", Path("out")) == Path("out/probe-digits.json")
+    assert record_path("owner/name", "digits") == Path("runs/probe/owner--name/probe-digits.json")
+    monkeypatch.setattr("ermoe.tasks.image.probe._can_write_into", lambda folder: folder.resolve() != model)
+    assert record_path("model", "digits") == tmp_path / "model-probe-digits.json"
+
+
+def test_a_probe_that_cannot_be_written_is_refused_before_it_is_computed(trained, photo, monkeypatch):
+    monkeypatch.setattr("ermoe.tasks.image.probe.features", pytest.fail)
+    with pytest.raises(UserError, match="cannot be written"):
+        run(["probe", str(trained), "digits", "--out", photo])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["probe", "RUN", "digits", "--shots", "5", "0"], "shots=0: need at least 1"),
+        (["probe", "RUN", "digits", "--shots", "-3"], "shots=-3: need at least 1"),
+        (["predict", "RUN", "PHOTO", "--top", "0"], "top=0: need at least 1"),
+        (["predict", "RUN", "PHOTO", "--top", "-1"], "top=-1: need at least 1"),
+    ],
+)
+def test_numbers_below_one_are_refused(command, message, trained, photo, capsys):
+    names = {"RUN": str(trained), "PHOTO": photo}
+    assert main(["image", *(names.get(word, word) for word in command)]) == 2
+    assert capsys.readouterr().err == f"ermoe: {message}\n"
+
+
+def test_predict_names_classes(trained, photo, capsys):
+    run(["predict", str(trained), photo, "--top", "3"])
     out = capsys.readouterr().out.replace("\n", " ")
     assert "digit.png:" in out
     assert out.count("%") == 3
 
 
+def test_predict_leaves_out_what_it_cannot_read_and_says_so_at_the_end(trained, photo, tmp_path, capsys):
+    empty, nothing = tmp_path / "empty.png", tmp_path / "nothing.png"
+    empty.touch()
+    assert main(["image", "predict", str(trained), str(nothing), photo, str(empty), photo]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("digit.png:") == 2
+    assert shown.err.startswith("ermoe: 2 of 4 images are left out: ")
+    assert shown.err.count("\n") == 1
+    assert all(str(path) in shown.err for path in (empty, nothing))
+
+
+def test_predictions_keep_their_places_over_batches(trained, photo):
+    model = ermoe.load(model_folder(trained))
+    paths = [photo, "nothing.png"] * 10
+    predictions = predict(model, paths, class_names(trained, 10))
+    assert [prediction.image for prediction in predictions] == paths
+    assert [prediction.problem is None for prediction in predictions] == [True, False] * 10
+
+
+def test_models_in_double_precision_predict_and_are_probed(trained, photo):
+    model = ermoe.load(model_folder(trained))
+    images = open_images("digits", "test")
+    (single,), feature_ND = predict(model, [photo], class_names(trained, 10)), extract(model, images)
+    model.double()
+    (double,) = predict(model, [photo], class_names(trained, 10))
+    assert double.classes == single.classes
+    assert double.probabilities == pytest.approx(single.probabilities, abs=1e-4)
+    torch.testing.assert_close(extract(model, images), feature_ND, rtol=1e-3, atol=1e-3)
+
+
 def test_check_reports(capsys):
-    run(["check", "digits"])
-    assert "0 unreadable" in capsys.readouterr().out
+    run(["check", "digits", "--counts"])
+    out = capsys.readouterr().out
+    assert "0 unreadable" in out
+    assert "test 0: 59" in out
 
 
-def test_a_study_is_a_queue_that_repeats_nothing(tmp_path, capsys):
-    command = ["study", "digits-dense", "digits-v-moe", "--data", "digits", "--seeds", "1", "--epochs", "2"]
-    command += ["--out", str(tmp_path), "--threads", "1"]
-    run(command)
-    path = tmp_path / "digits-v-moe-1.json"
-    record = json.loads(path.read_text())
-    assert {"load_cv2", "weight_cv2", "top1", "seconds_per_step"} <= record["figures"].keys()
-    assert {"commit", "machine", "versions", "command", "config"} <= record.keys()
-    record["figures"]["top1"] = 0.123456
-    path.write_text(json.dumps(record))
-    run(command)
-    assert "12.35%" in capsys.readouterr().out
+def test_check_of_a_broken_set_exits_with_1(tmp_path):
+    data = _class_folders(tmp_path, "ab")
+    (data / "train" / "a" / "two.png").write_bytes(b"no image")
+    with pytest.raises(SystemExit) as stop:
+        main(["image", "check", str(data)])
+    assert stop.value.code == 1
+    with pytest.raises(UserError, match="unreadable or in both splits"):
+        run(["train", "digits-dense", str(data), "--out", str(tmp_path / "run"), "--check", "--device", "cpu"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_the_main_process_checks(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("ermoe.data.check.check", pytest.fail)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **options: seen.append("group"))
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, source, group: seen.append("verdict"))
+    monkeypatch.setattr("ermoe.tasks.image.run.train", lambda *given, **options: seen.append("train"))
+    second = Processes(rank=1, num=2)
+    monkeypatch.setattr("ermoe.train.distributed.processes", lambda device: nullcontext(second))
+    run(["train", "digits-dense", "digits", "--out", str(tmp_path), "--check"])
+    assert seen == ["group", "verdict", "train"]
+
+
+def test_deterministic_is_a_flag():
+    assert tyro.cli(Train, args=["digits-dense", "digits", "--deterministic"]).deterministic
+    assert not tyro.cli(Train, args=["digits-dense", "digits"]).deterministic
+
+
+def test_weights_that_cannot_be_fetched(monkeypatch):
+    def offline(*names, **options):
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(UserError, match=r"cannot be fetched \(LocalEntryNotFoundError\)"):
+        recipe("b16-ermoe").build(10, weights="timm")
+
+
+def test_the_lines_of_the_documentation_run(trained, photo):
+    (lines,) = re.findall(r"```python\n(import ermoe\n.*?)```", (DOCS / "training.md").read_text("utf-8"), re.DOTALL)
+    here = {"runs/digits": str(trained), "epochs=3": "epochs=4", "photo.png": photo}
+    for written, meant in here.items():
+        assert written in lines
+        lines = lines.replace(written, meant)
+    names = {}
+    exec(lines, names)
+    assert names["accuracy"] == pytest.approx(names["figures"]["top1"])
+    assert len(names["few_shot"].accuracies) == 5
+    assert len(names["predictions"][0].classes) == 5
 
 
 def test_mistakes_are_named(trained, tmp_path):
     with pytest.raises(UserError, match="there is no preset"):
-        run(["train", "nothing", "digits", "--run", str(tmp_path)])
+        run(["train", "nothing", "digits", "--out", str(tmp_path)])
     with pytest.raises(UserError, match="does not exist"):
-        run(["train", "digits-ermoe", str(tmp_path / "nowhere"), "--run", str(tmp_path / "run")])
+        run(["train", "digits-ermoe", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run")])
     with pytest.raises(UserError, match="another configuration"):
-        run(["train", "digits-ermoe", "digits", "--run", str(trained), "--epochs", "5", "--device", "cpu"])
-    with pytest.raises(UserError, match="cannot be read"):
-        run(["predict", str(trained), str(tmp_path / "nothing.png")])
+        run(["train", "digits-ermoe", "digits", "--out", str(trained), "--epochs", "5", "--device", "cpu"])
 
 
 def test_every_preset_says_what_it_is():
@@ -137,11 +277,6 @@ def test_separable_features_are_separated_in_both_readings():
         probe(given, images, reading="images", shots=5, draws=2)
     with pytest.raises(UserError, match="use one of"):
         probe(given, images, reading="minutes", shots=5)
-
-
-def test_the_table_of_a_study():
-    records = [{"preset": "a", "seed": s, "figures": {"top1": v}} for s, v in ((1, 0.5), (2, 0.6))]
-    assert "| a | 2 | 55.00% ± 7.07% |" in table(records)
 
 
 def test_a_model_starts_from_weights_with_another_classifier(tmp_path, caplog):

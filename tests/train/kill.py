@@ -1,4 +1,4 @@
-"""Kills a run at random moments until it ends by itself: NUMBER FOLDER, started by test_resuming.py.
+"""Kills a run at random moments, NUMBER times, and then lets it end: NUMBER FOLDER, started by test_resuming.py.
 
 Everything is imported once here; each life of the run is a fork, so that a life costs no start-up.
 """
@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.utils.tensorboard
 
 from ermoe.train import checkpoint
 from train.tiny_run import AUGMENTED, recipe, run
@@ -30,31 +29,32 @@ def live(folder):
 
 
 def undisturbed(folder):
-    start = time.perf_counter()
     _, status = os.waitpid(live(folder), 0)
     assert status == 0
-    return time.perf_counter() - start
 
 
-def disturbed(folder, kills, duration):
-    """Lives until enough of them were cut short; the last may end. Together they last about as long as one."""
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def disturbed(folder, kills):
+    """Lives that are cut short, each a little after it has come further than the one before; the last ends."""
     moments = random.Random(0)
-    killed = 0
-    while True:
+    for reached in sorted(moments.sample(range(30), kills)):
         child = live(folder)
-        if killed < kills:
-            time.sleep(moments.uniform(0.3, 1.0) * duration / (kills + 1))
-            os.kill(child, signal.SIGKILL)
+        while lines(folder) < reached:
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        killed += status == signal.SIGKILL
+        assert status == signal.SIGKILL, status
         if (folder / "checkpoints" / "last.pt").exists():
             checkpoint.read(folder / "checkpoints" / "last.pt")  # never half-written
-        if status == 0:
-            return killed
-        assert status == signal.SIGKILL, status
+    undisturbed(folder)
 
 
 if __name__ == "__main__":
     kills, place = int(sys.argv[1]), Path(sys.argv[2])
-    seconds = undisturbed(place / "undisturbed")
-    print("killed", disturbed(place / "disturbed", kills, seconds))
+    undisturbed(place / "undisturbed")
+    disturbed(place / "disturbed", kills)

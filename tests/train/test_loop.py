@@ -1,23 +1,29 @@
 """What the loop does in a step, an epoch and a run."""
 
 import functools
+import io
+import itertools
 import math
 
 import pytest
 import timm
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ermoe
 from ermoe.errors import UserError
 from ermoe.models.io import load
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
+from ermoe.tasks.image.classification import Classification
 from ermoe.train.average import Average
+from ermoe.train.distributed import Processes
 from ermoe.train.optim import build_optimizer, learning_rate, set_learning_rate
 from ermoe.train.run_folder import read_lines
 from ermoe.train.settings import Training
-from train.tiny_run import AUGMENTED, recipe, run
+from train.tiny_run import AUGMENTED, StoppedError, images, recipe, run
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +56,53 @@ def test_the_saved_model_gives_the_reported_figures(tmp_path):
     line = read_lines(tmp_path / "metrics.jsonl")[-1]
     task.model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     assert task.evaluate()["loss"] == pytest.approx(line["loss"], abs=1e-6)
+
+
+def test_tensorboard_reads_what_the_metrics_say(tmp_path):
+    def stop(epoch, step):
+        if (epoch, step) == (0, 20):
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run(tmp_path, recipe(epochs=1, save_every=10), before=stop)
+    run(tmp_path, recipe(epochs=1, save_every=10))
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == list(range(1, 26)), "repeated steps count once"
+    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses(tmp_path))
+
+
+def test_where_there_is_no_terminal_every_epoch_is_a_line(tmp_path):
+    file = io.StringIO()
+    run(tmp_path, recipe(epochs=2), console=Console(file=file, width=20))
+    first, second = file.getvalue().splitlines()
+    assert first.startswith("step 25 of 50: loss ")
+    assert second.startswith("step 50 of 50: loss ")
+
+
+def test_a_warm_up_longer_than_the_run_is_pointed_out(tmp_path, caplog):
+    run(tmp_path / "long", recipe(epochs=1, warmup_epochs=2))
+    assert "warmup_epochs=2 is more than epochs=1" in caplog.text
+    caplog.clear()
+    run(tmp_path / "short", recipe(epochs=1))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_probe_for_the_fluctuation_is_of_all_classes_and_the_same_on_every_process(rank):
+    by_class = images("test", 1000)
+    by_class.label_N, order = by_class.label_N.sort()
+    by_class.image_NCHW = by_class.image_NCHW[order]
+    chosen = recipe()
+    task = Classification(
+        chosen.build(4), images("train"), by_class, chosen.training, group=Processes(rank=rank, num=2)
+    )
+    drawn = torch.cat([batch.label for (batch,) in itertools.islice(task._probe_loader.epoch(), 8)])
+    assert drawn.bincount().min() > 5
+    task.model.eval()
+    used = task._experts_of_probe()
+    assert {len(used_PE) for used_PE in used.values()} == {256 * 5}  # images × tokens
+    alone = Classification(task.model, images("train"), by_class, chosen.training)._experts_of_probe()
+    assert all(torch.equal(alone[name], used[name]) for name in used)
 
 
 def test_accumulation_equals_the_whole_batch(tmp_path):
@@ -89,8 +142,6 @@ def test_deterministic_mode_is_switched_on(tmp_path):
 
 
 def test_fp16_with_shards_is_refused(tmp_path):
-    from ermoe.train.distributed import Processes
-
     task = run(tmp_path, recipe(precision="fp16"), task_only=True)
     from ermoe.train.loop import _Trainer
 

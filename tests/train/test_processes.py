@@ -1,6 +1,7 @@
 """Two processes do what one does, survive a death among them, and hand over to another number of processes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ermoe.tasks.image.presets import recipe as recipe_called
 from ermoe.train.distributed import _from_slurm
 from ermoe.train.run_folder import read_lines
 from train.tiny_run import recipe, run
@@ -46,7 +48,8 @@ def assert_same_run(found, expected):
         names = (
             ("loss", "lr", "gradient_norm") if line["kind"] == "train" else ("loss", "top1", "load_cv2", "weight_cv2")
         )
-        for name in names:
+        assert ("fluctuation" in line) == ("fluctuation" in other)
+        for name in (*names, *({"fluctuation"} & line.keys())):
             assert line[name] == pytest.approx(other[name], abs=TOLERANCE), (line["step"], name)
     weights, others = (load_file(place / "model" / "model.safetensors") for place in (found, expected))
     assert weights.keys() == others.keys()
@@ -87,13 +90,23 @@ def test_a_run_of_two_sharded_processes_goes_on_in_one(folder):
 
 
 def test_slurm_variables_become_those_of_torchrun():
-    given = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
-    found = _from_slurm({**given, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"})
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == (
-        "3",
-        "4",
-        "1",
-        "10.0.0.7",
-    )
+    job = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    job |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}  # where srun was typed, perhaps a login node
+    found = _from_slurm({**job, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-09,12]"})
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    assert tuple(found[name] for name in names) == ("3", "4", "1", "gpu07")
     assert 20_000 <= int(found["MASTER_PORT"]) < 40_000
-    assert _from_slurm({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == {}
+    assert _from_slurm(job) == {}, "a batch script without srun is alone"
+    assert _from_slurm({**job, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+
+
+def test_the_commands_of_the_documentation_can_be_shared_out_and_start_from_weights():
+    text = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith(("torchrun ", "srun "))]
+    assert len(commands) == 2
+    for command in commands:
+        preset = recipe_called(re.search(r"image train (\S+)", command)[1])
+        num_processes = int(re.search(r"--(?:nproc-per-node|ntasks)=(\d+)", command)[1])
+        batch = re.search(r"--batch-size (\d+)", command)
+        assert (int(batch[1]) if batch else preset.training.batch_size) % num_processes == 0, command
+        assert preset.init == "random" or "--weights " in command

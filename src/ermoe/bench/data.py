@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from ermoe.bench.clock import compare, take_turns
-from ermoe.bench.model import miniature
+from ermoe.bench.model import training_step_of
 from ermoe.bench.record import Bar, Result
-from ermoe.data.augment import Augmentation, Batch, Transform
+from ermoe.data.augment import Augmentation, Transform
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images, ImagesInMemory
 from ermoe.data.loader import Loader
 from ermoe.data.order import Order
-from ermoe.models.upcycle import upcycle
-from ermoe.nn import orthogonality_loss, update_balance
+from ermoe.tasks.image.presets import recipe
 
 _BATCH = 100
 _PRELOADED, _LOADER, _FULL = "preloaded tensors", "loader, miniature preset", "loader, all augmentations of the paper"
-_RECIPES = {
+_AUGMENTATIONS = {
     _LOADER: Augmentation(),
     _FULL: Augmentation(rand_ops=2, erase=0.25, mixup=0.8, cutmix=1.0),
 }
@@ -40,29 +39,16 @@ def generated(num_images: int = 5_000) -> ImagesInMemory:
     )
 
 
-def endless(loader: Loader) -> Iterator[Batch]:
-    """Batches of one epoch after the other."""
+def endless(loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and labels of one epoch after the other."""
     for epoch in itertools.count():
         for parts in loader.epoch(epoch):
-            yield from parts
+            yield from ((part.image, part.label) for part in parts)
 
 
-def training_step(batches: Iterator[Batch]) -> Callable[[], object]:
-    """A step of the sparse miniature that takes its batch from ``batches``."""
-    torch.manual_seed(0)
-    model = upcycle(miniature(), init="random").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def run() -> object:
-        batch = next(batches)
-        loss = F.cross_entropy(model(batch.image), batch.label) + 5e-5 * orthogonality_loss(model)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        update_balance(model)
-        return None
-
-    return run
+def step(batches: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    """A training step of the sparse miniature that takes its batch from ``batches``."""
+    return training_step_of(recipe("cifar-ermoe").build(num_classes=10), batches)
 
 
 def run(data: Path | None, *, rounds: int, threads: int) -> Result:
@@ -72,10 +58,10 @@ def run(data: Path | None, *, rounds: int, threads: int) -> Result:
     settings = {"data": images.found, "batch": _BATCH, "rounds": rounds, "threads": threads}
     result = Result("data", settings, reference=_PRELOADED)
     order = Order(len(images), _BATCH, seed=0)
-    loaders = {name: Loader(images, Transform(32, recipe), order) for name, recipe in _RECIPES.items()}
+    loaders = {name: Loader(images, Transform(32, own), order) for name, own in _AUGMENTATIONS.items()}
     ready = list(itertools.islice(endless(loaders[_LOADER]), 8))
-    work = {_PRELOADED: training_step(itertools.cycle(ready))}
-    work |= {name: training_step(endless(loader)) for name, loader in loaders.items()}
+    work = {_PRELOADED: step(itertools.cycle(ready))}
+    work |= {name: step(endless(loader)) for name, loader in loaders.items()}
     table = "CIFAR miniature, training step of 100 images"
     result.tables[table] = compare(take_turns(work, rounds=3 * rounds), _PRELOADED)
     ratio = result.ratio(table, _LOADER)

@@ -94,7 +94,7 @@ def commit() -> str:
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "--", ":/src"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return ""

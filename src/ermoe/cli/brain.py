@@ -27,7 +27,7 @@ class Train:
 
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A BIDS root, or a TSV or CSV with the columns participant_id, age, t1 and, if known, sex, site, session_id."""
-    run: Path | None = None
+    out: Path | None = None
     """The run folder; runs/brain-METHOD-SEED by default."""
     preset: Literal["small", "paper", "tiny"] = "small"
     """small: minutes on two cores. paper: the paper's sizes, for GPUs. tiny: to see it work."""
@@ -90,7 +90,7 @@ class Train:
         if self.threads:
             torch.set_num_threads(self.threads)
         chosen = self._adapted(recipe(self.preset, self.method, **self._changes()))
-        folder = self.run or Path("runs") / f"brain-{self.method}-{chosen.training.seed}"
+        folder = self.out or Path("runs") / f"brain-{self.method}-{chosen.training.seed}"
         with processes(None) as group:
             model = train(
                 self.data,

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> None:
         capacity_factor=options.capacity_factor,
         dynamic_batch=not options.fixed_batch,
     )
-    print(f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their spread")
+    print(f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their size")
 
 
 def _target(options: Options) -> Path:

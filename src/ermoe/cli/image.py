@@ -15,7 +15,11 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ermoe.data.images import Images
+    from ermoe.train.distributed import Processes
+
 _Word = tyro.conf.Positional
+_Device = Literal["cpu", "cuda"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Train:
     digits-STYLE with STYLE single-gated or deep-moe."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
-    run: Path | None = None
+    out: Path | None = None
     """The run folder; runs/PRESET-SEED by default."""
     weights: str | None = None
     """What the model starts from: a file with weights of a ViT, or "timm" for timm's pretrained ones."""
@@ -53,7 +57,8 @@ class Train:
     orthogonality: float | None = None
     """λ of the orthogonality loss."""
     orthogonality_every: int | None = None
-    deterministic: bool | None = None
+    deterministic: bool = False
+    """Only algorithms that repeat their results, also on GPUs."""
     seed: int | None = None
     log_every: int | None = None
     save_every: int | None = None
@@ -66,7 +71,7 @@ class Train:
     compile: bool = False
     """Run training steps through torch.compile."""
     resume: Literal["auto", "must", "never"] = "auto"
-    device: Literal["cpu", "cuda"] | None = None
+    device: _Device = None
     threads: int = 0
     """CPU threads of each process; 0 leaves that to torch."""
 
@@ -79,11 +84,11 @@ class Train:
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        if self.check:
-            _check(self.data, console, strict=True)
         seed = recipe(self.preset).training.seed if self.seed is None else self.seed
-        folder = self.run or Path("runs") / f"{self.preset}-{seed}"
+        folder = self.out or Path("runs") / f"{self.preset}-{seed}"
         with processes(self.device) as group:
+            if self.check:
+                _check_first(self.data, console, group)
             figures = train(
                 self.preset,
                 self.data,
@@ -112,6 +117,7 @@ class Evaluate:
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
     batch_size: int = 100
     workers: int = 2
+    device: _Device = None
     report: Path | None = None
     """Also write an HTML report of the routing to this file."""
 
@@ -121,16 +127,15 @@ class Evaluate:
         from ermoe.data.loader import Loader
         from ermoe.tasks.image.classification import evaluate, over_layers, transform_for
 
-        model, images = _load(self.model), open_images(self.data, "test")
+        model, images = _load(self.model, self.device), open_images(self.data, "test")
         console.print(images.found, highlight=False, soft_wrap=True)
-        if len(images.classes) != model.num_classes:
-            raise UserError(
-                f"{self.model} knows {model.num_classes} classes and {self.data} has {len(images.classes)}: evaluate "
-                "it on the data set it was trained on"
-            )
-        loader = Loader(images, transform_for(model), batch_size=self.batch_size, workers=self.workers)
+        _check_classes(self.model, model.num_classes, self.data, images.classes)
+        device = next(model.parameters()).device
+        loader = Loader(images, transform_for(model), batch_size=self.batch_size, workers=self.workers, device=device)
         if not moe_layers(model):
             _show(console, evaluate(model, loader))
+            if self.report is not None:
+                console.print(f"{self.model} is dense: there is no routing to report", highlight=False, soft_wrap=True)
             return
         with record_routing(model, classes=images.classes) as recorder:
             figures = evaluate(model, loader, recorder)
@@ -155,8 +160,10 @@ class Probe:
     """Draws of images, or seeds of the head; at least 5."""
     seed: int = 0
     workers: int = 2
-    out: Path = Path("runs/probe")
-    """Folder for probe.json: every figure and every image drawn."""
+    device: _Device = None
+    out: Path | None = None
+    """Folder for probe-DATA.json, with every figure and every image drawn; by default the run or model folder, or
+    beside it where it cannot be written."""
 
     def __call__(self, console: Console) -> None:
         import json
@@ -165,11 +172,17 @@ class Probe:
 
         from ermoe.data.catalogue import open_images
         from ermoe.files import replacing
-        from ermoe.tasks.image.probe import features, probe
+        from ermoe.tasks.image.probe import check_request, features, probe, record_path
 
+        if not self.shots or not self.readings:
+            raise UserError("--shots and --readings need at least one value each")
+        for shots in self.shots:
+            check_request(self.readings[0], shots, self.draws)
         train, test = open_images(self.data, "train"), open_images(self.data, "test")
         console.print(f"{train.found}\n{test.found}", highlight=False, soft_wrap=True)
-        given = features(_load(self.model), train, test, workers=self.workers)
+        model = _load(self.model, self.device)
+        path = record_path(self.model, self.data, self.out)
+        given = features(model, train, test, workers=self.workers)
         table = Table("reading", "shots", "accuracy", "95 % interval", "draws")
         found = []
         for reading in self.readings:
@@ -188,22 +201,23 @@ class Probe:
                     }
                 )
         console.print(table)
-        path = self.out / "probe.json"
         with replacing(path) as draft:
             record = {"model": self.model, "data": self.data, "seed": self.seed, "probes": found}
-            draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"written: {path}", highlight=False)
+            draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Predict:
-    """The most probable classes of image files."""
+    """The most probable classes of image files; those that cannot be read are named at the end, with exit code 2."""
 
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     images: Annotated[tuple[str, ...], _Word]
     """Image files."""
     top: int = 5
+    """Classes shown of each image."""
+    device: _Device = None
 
     def __call__(self, console: Console) -> None:
         from ermoe.tasks.image.predict import predict
@@ -211,29 +225,49 @@ class Predict:
 
         if not self.images:
             raise UserError("no image given: ermoe image predict MODEL IMAGE…")
-        model = _load(self.model)
+        model = _load(self.model, self.device)
         names = class_names(self.model, model.num_classes)
-        for prediction in predict(model, self.images, names, top=self.top):
-            ranked = zip(prediction.classes, prediction.probabilities, strict=True)
-            console.print(
-                f"{prediction.image}: " + ", ".join(f"{n} {p:.1%}" for n, p in ranked), highlight=False, soft_wrap=True
-            )
+        predictions = predict(model, self.images, names, top=self.top)
+        for prediction in predictions:
+            if prediction.problem is None:
+                ranked = zip(prediction.classes, prediction.probabilities, strict=True)
+                shown = ", ".join(f"{name} {chance:.1%}" for name, chance in ranked)
+                console.print(f"{prediction.image}: {shown}", markup=False, highlight=False, soft_wrap=True)
+        if problems := [prediction.problem for prediction in predictions if prediction.problem is not None]:
+            raise UserError(f"{len(problems)} of {len(predictions)} images are left out: " + "; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Read every image of a data set once: unreadable files, images a class, images in both splits."""
+    """Read every image of a data set once: unreadable files, images a class, images in both splits.
+
+    The exit code is 1 if images are unreadable or in both splits.
+    """
 
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    counts: bool = False
+    """Also print how many images every class has."""
 
     def __call__(self, console: Console) -> None:
-        _check(self.data, console, strict=False)
+        from ermoe.data.check import check
+
+        findings = check(_splits(self.data))
+        console.print(findings.report(), highlight=False, soft_wrap=True)
+        if self.counts:
+            for split, counts in findings.class_counts.items():
+                for name, number in counts.items():
+                    console.print(f"{split} {name}: {number}", markup=False, highlight=False, soft_wrap=True)
+        if not findings.is_clean:
+            raise SystemExit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Train several presets with several seeds, one JSON a run; what is there already is not run again."""
+    """Train several presets with several seeds, one JSON a run; what is there already is not run again.
+
+    Then a few dozen training steps of all presets are timed in turns (steps.json), if a dense one is among them.
+    """
 
     presets: Annotated[tuple[str, ...], _Word]
     """Presets, for example cifar-ermoe cifar-v-moe cifar-dense."""
@@ -241,19 +275,23 @@ class Study:
     """The data set of all of them."""
     seeds: tuple[int, ...] = (1, 2, 3)
     out: Path = Path("runs/study")
-    """Folder for the JSON files, the table and the run folders."""
+    """Folder for the JSON files, the table (table.md) and the run folders."""
     epochs: int | None = None
     """Other than the presets'."""
     threads: int = 2
 
     def __call__(self, console: Console) -> None:
-        from ermoe.bench.study import run_queue, table
+        from ermoe.bench import study
+        from ermoe.bench.study_steps import steps_of
+        from ermoe.files import replacing
 
-        changes = {} if self.epochs is None else {"epochs": self.epochs}
-        records = run_queue(
-            self.presets, self.data, self.seeds, self.out, threads=self.threads, console=console, **changes
-        )
-        console.print(table(records), highlight=False, soft_wrap=True)
+        asked = study.Study(self.presets, self.data, self.seeds, self.out, threads=self.threads, epochs=self.epochs)
+        records = study.run_queue(asked, console=console)
+        shown = study.table(records, steps_of(asked))
+        console.print(shown, highlight=False, soft_wrap=True)
+        with replacing(self.out / "table.md") as draft:
+            draft.write_text(shown + "\n", encoding="utf-8")
+        console.print(f"written: {self.out}", highlight=False, soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -276,20 +314,53 @@ def run(argv: list[str]) -> None:
     command(Console())
 
 
-def _load(place: str) -> Any:
+def _load(place: str, device: _Device) -> Any:
     from ermoe.models.io import load
     from ermoe.tasks.image.run import model_folder
+    from ermoe.train.distributed import processes
 
-    return load(model_folder(place))
+    with processes(device) as alone:
+        return load(model_folder(place), device=alone.device)
 
 
-def _check(data: str, console: Console, *, strict: bool) -> None:
+def _check_classes(place: str, num_classes: int, data: str, classes: list[str]) -> None:
+    """Refuses a data set whose classes are not the model's: by name where they are known, else by number."""
+    from ermoe.tasks.image.run import known_classes
+
+    advice = "evaluate it on the data set it was trained on"
+    if len(classes) != num_classes:
+        raise UserError(f"{place} knows {num_classes} classes and {data} has {len(classes)}: {advice}")
+    known = known_classes(place)
+    if known is not None and len(known) == num_classes and known != classes:
+        mine, other = next((mine, other) for mine, other in zip(known, classes, strict=True) if mine != other)
+        raise UserError(f"{place} knows the class {mine!r} where {data} has {other!r}: {advice}")
+
+
+def _splits(data: str) -> list[Images]:
     from ermoe.data.catalogue import open_images
+
+    return [open_images(data, "train"), open_images(data, "test")]
+
+
+def _check_first(data: str, console: Console, group: Processes) -> None:
+    """The main process reads every image; the others wait for its verdict, for hours if need be."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
     from ermoe.data.check import check
 
-    findings = check([open_images(data, "train"), open_images(data, "test")])
-    console.print(findings.report(), highlight=False, soft_wrap=True)
-    if strict and not findings.is_clean:
+    splits = _splits(data)
+    is_dirty = torch.tensor(0)
+    patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if group.num > 1 else None
+    if group.is_main:
+        findings = check(splits)
+        console.print(findings.report(), highlight=False, soft_wrap=True)
+        is_dirty += not findings.is_clean
+    if group.num > 1:
+        dist.broadcast(is_dirty, 0, group=patient)
+    if is_dirty:
         raise UserError(
             f"{data}: some images are unreadable or in both splits (see above); mend that, or leave out --check"
         )

@@ -37,7 +37,7 @@ class Train:
     """Which images and captions; sizes are checked."""
     images: Path | None = None
     """The folder of the image files, where it is not one of the usual ones beside the captions."""
-    run: Path | None = None
+    out: Path | None = None
     """The run folder; runs/retrieve-PRESET-SEED by default."""
     weights: str | None = None
     """A CLIP file for both towers, or for the text tower if --image-weights is given."""
@@ -80,7 +80,7 @@ class Train:
         if self.threads:
             torch.set_num_threads(self.threads)
         seed = recipe(self.preset).training.seed if self.seed is None else self.seed
-        folder = self.run or Path("runs") / f"retrieve-{self.preset}-{seed}"
+        folder = self.out or Path("runs") / f"retrieve-{self.preset}-{seed}"
         same = ("protocol", "images", "weights", "image_weights", "text_from", "cache", "workers", "parallel", "resume")
         with processes(self.device) as group:
             figures = train(

@@ -91,7 +91,8 @@ class Batch:
 class Transform:
     """From indices to batches for a model whose images have ``size`` pixels a side.
 
-    Without augmentation, the shorter side of an image becomes size / ``crop_share`` and the middle is cut out.
+    Without augmentation, the shorter side of an image becomes size / ``crop_share`` and the middle is cut out; an image
+    that has ``size`` pixels a side is taken as it is. Where images lie, in memory or in files, makes no difference.
     """
 
     size: int
@@ -103,15 +104,16 @@ class Transform:
 
     def host(self, images: Images, index_B: Indices, epoch: int) -> Tensor:
         """Reads, crops, flips and distorts: uint8 (B, 3, S, S)."""
+        if not len(index_B):
+            return torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
         number_BK = uniform(6, self.seed, epoch, index_B, _GEOMETRY)
         if isinstance(images, ImagesInMemory):
-            image_BCSS = self._from_memory(images, index_B, number_BK)
-        else:
-            rows = zip(index_B.tolist(), number_BK, strict=True)
-            stack = [self._from_file(images, index, number_K) for index, number_K in rows]
-            image_BCSS = torch.stack(stack) if stack else torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
+            image_BCSS = self._cut(images.image_NCHW[torch.from_numpy(index_B)], number_BK)
+        else:  # each has its own size
+            rows = zip(index_B.tolist(), number_BK[:, None], strict=True)
+            image_BCSS = torch.cat([self._cut(images.read(index)[None], number_1K) for index, number_1K in rows])
         recipe = self.augmentation
-        if recipe.rand_ops and len(index_B):
+        if recipe.rand_ops:
             draw = uniform(2 * recipe.rand_ops, self.seed, epoch, index_B, _DISTORTION)
             choice_BO, sign_BO = np.split(draw, 2, axis=1)
             image_BCSS = rand_augment(image_BCSS, choice_BO, sign_BO, recipe.rand_magnitude)
@@ -126,34 +128,23 @@ class Transform:
         batch = Batch(value_BCSS, label_B, index=torch.from_numpy(index_B))
         return self._mix(batch, index_B, epoch) if self.augmentation.mixes and len(index_B) else batch
 
-    def _from_memory(self, images: ImagesInMemory, index_B: Indices, number_BK: NDArray[np.float64]) -> Tensor:
-        """Shifts and flips are one lookup: row and column of the source for every pixel of the result."""
-        image_BCHW = images.image_NCHW[torch.from_numpy(index_B)]
-        if image_BCHW.shape[-2:] != (self.size, self.size):
-            image_BCHW = v2.functional.resize(image_BCHW, [self.size, self.size], antialias=True)
+    def _cut(self, image_BCHW: Tensor, number_BK: NDArray[np.float64]) -> Tensor:
+        """Crops, shifts and flips images of one size, by looked-up numbers."""
         if self.augmentation.crop == "resized":
-            boxes = (resized_crop(self.size, self.size, number_K) for number_K in number_BK)
+            height, width = image_BCHW.shape[-2:]
+            boxes = (resized_crop(height, width, number_K) for number_K in number_BK)
             crops = (_crop(image, *box, self.size) for image, box in zip(image_BCHW, boxes, strict=True))
-            image_BCHW = torch.stack(list(crops))
-        margin = self.size // 8 if self.augmentation.crop == "pad" else 0
-        mirrored_B = number_BK[:, 5] < 0.5 if self.augmentation.flip else np.zeros(len(index_B), bool)
-        if margin or mirrored_B.any():
-            shift_B2 = (number_BK[:, :2] * (2 * margin + 1)).astype(np.int64)
-            image_BCHW = _shifted(image_BCHW, shift_B2, mirrored_B, margin)
-        return image_BCHW.expand(-1, 3, -1, -1)
-
-    def _from_file(self, images: Images, index: int, number_K: NDArray[np.float64]) -> Tensor:
-        image_CHW = images.read(index)
-        height, width = image_CHW.shape[-2:]
-        if self.augmentation.crop == "resized":
-            image_CSS = _crop(image_CHW, *resized_crop(height, width, number_K), self.size)
+            image_BCSS = torch.stack(list(crops))
         else:
-            image_CSS = _middle(image_CHW, self.size, self.crop_share)
-            if self.augmentation.crop == "pad":
-                margin = self.size // 8
-                shift_12 = (number_K[None, :2] * (2 * margin + 1)).astype(np.int64)
-                image_CSS = _shifted(image_CSS[None], shift_12, np.zeros(1, bool), margin)[0]
-        return image_CSS.flip(-1) if self.augmentation.flip and number_K[5] < 0.5 else image_CSS
+            image_BCSS = _middle(image_BCHW, self.size, self.crop_share)
+        margin = self.size // 8 if self.augmentation.crop == "pad" else 0
+        mirrored_B = number_BK[:, 5] < 0.5 if self.augmentation.flip else np.zeros(len(number_BK), bool)
+        if margin:
+            shift_B2 = (number_BK[:, :2] * (2 * margin + 1)).astype(np.int64)
+            image_BCSS = _shifted(image_BCSS, shift_B2, mirrored_B, margin)
+        elif mirrored_B.any():
+            image_BCSS = torch.where(torch.from_numpy(mirrored_B).view(-1, 1, 1, 1), image_BCSS.flip(-1), image_BCSS)
+        return image_BCSS.expand(-1, 3, -1, -1)
 
     def _erase(self, value_BCSS: Tensor, number_BK: NDArray[np.float64], index_B: Indices, epoch: int) -> Tensor:
         """A rectangle of 2 to 33 % of the area and of aspect 0.3 to 3.3 becomes Gaussian noise (Zhong et al. 2020)."""
@@ -212,14 +203,19 @@ def _crop(image_CHW: Tensor, top: int, left: int, height: int, width: int, size:
     )
 
 
-def _middle(image_CHW: Tensor, size: int, crop_share: float) -> Tensor:
+def _middle(image_BCHW: Tensor, size: int, crop_share: float) -> Tensor:
+    if image_BCHW.shape[-2:] == (size, size):
+        return image_BCHW
     shorter = max(size, round(size / crop_share))
-    resized = v2.functional.resize(image_CHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    resized = v2.functional.resize(image_BCHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
     return v2.functional.center_crop(resized, [size, size])
 
 
 def _shifted(image_BCHW: Tensor, shift_B2: Indices, mirrored_B: NDArray[np.bool_], margin: int) -> Tensor:
-    """Windows of the zero-padded images, ``shift_B2`` from their corner, mirrored where asked."""
+    """Windows of the zero-padded images, ``shift_B2`` from their corner, mirrored where asked.
+
+    It is one lookup: row and column of the source for every pixel of the result.
+    """
     height, width = image_BCHW.shape[-2:]
     padded = F.pad(image_BCHW, [margin] * 4)
     row_BH = shift_B2[:, :1] + np.arange(height)

@@ -10,6 +10,7 @@ import torch
 from ermoe.data import cifar, folders, idx, shards
 from ermoe.data.digits import digits
 from ermoe.data.images import SPLITS, Images, ImagesInMemory
+from ermoe.data.reading import naming_what_cannot_be_read
 from ermoe.errors import UserError
 
 
@@ -33,7 +34,8 @@ def open_images(path: str | os.PathLike[str], split: str = "train") -> Images:
     name = os.fspath(path)
     if name == "digits":
         return _digits(split)
-    return _at(_place(name), split)
+    with naming_what_cannot_be_read():
+        return _at(_place(name), split)
 
 
 def _place(name: str) -> Path:
@@ -46,17 +48,18 @@ def _place(name: str) -> Path:
 
 
 def _at(path: Path, split: str) -> Images:
-    if path.is_file() and path.suffix != ".tar":
-        raise UserError(f"{path} is a file: unpack it and give the folder")
     if (found := cifar.find(path)) is not None:
         return cifar.read(*found, split)
     if (folder := idx.find(path)) is not None:
         return idx.read(folder, split)
-    if files := shards.find(path):
-        return shards.read(files, split)
     for folder in (path, path / "tiny-imagenet-200"):
         if folders.is_tiny_imagenet(folder):
             return folders.read_tiny_imagenet(folder, split)
+    # Tar files beside train/CLASS/ are the archives that were unpacked.
+    if not folders.has_splits(path) and (by_split := shards.find(path)):
+        return shards.read(path, by_split, split)
+    if path.is_file():
+        raise UserError(f"{path} is a file: unpack it and give the folder")
     return folders.read(path, split)
 
 

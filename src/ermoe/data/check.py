@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import track
 
 from ermoe.data.images import Images
 from ermoe.errors import UserError
 
 _EXAMPLES = 10
+_PORTION = 1000  # images that threads are given at once
+_Outcome = tuple[str, bytes] | UserError
+_Seen = dict[bytes, tuple[Images, int]]  # digest of the pixels -> where they were first
 
 
 @dataclass(slots=True)
@@ -31,11 +37,11 @@ class Findings:
         return not self.unreadable and not self.leaked
 
     def report(self) -> str:
-        """Everything for a person to read, with the first few cases of each kind."""
+        """Everything for a person to read; of the classes the smallest and the largest, of the rest the first cases."""
         lines = list(self.found.values())
         for split, counts in self.class_counts.items():
             few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-            lines.append(f"{split}: from {counts[few]} images ({few}) to {counts[many]} ({many}) a class")
+            lines.append(f"{split}: from {counts[few]:,} images ({few}) to {counts[many]:,} ({many}) a class")
         lines.append("sizes: " + _some(f"{size} ({number})" for size, number in self.sizes.items()))
         lines += _cases(f"{len(self.unreadable)} unreadable", self.unreadable)
         lines += _cases(f"{len(self.leaked)} in both splits", [f"{a} = {b}" for a, b in self.leaked])
@@ -46,23 +52,36 @@ class Findings:
 def check(splits: Sequence[Images], *, threads: int = 4) -> Findings:
     """Reads every image of the splits given, usually train and test, and compares their pixels.
 
+    On a terminal a bar on the standard error shows how far it is.
+
     >>> from ermoe.data.catalogue import open_images
     >>> findings = check([open_images("digits", "train"), open_images("digits", "test")])
     >>> findings.is_clean, findings.class_counts["test"]["0"]
     (True, 59)
     """
     findings = Findings()
-    seen: dict[bytes, tuple[str, str]] = {}
+    seen: _Seen = {}
+    console = Console(stderr=True)
     for images in splits:
         findings.found[images.split] = images.found
         findings.class_counts[images.split] = images.class_counts()
-        with ThreadPoolExecutor(threads) as pool:
-            for index, outcome in enumerate(pool.map(lambda i, images=images: _read(images, i), range(len(images)))):
-                _take(findings, seen, images, index, outcome)
+        outcomes = track(
+            _read_all(images, threads), f"checking {images.split}", len(images), console=console, transient=True,
+            disable=not console.is_terminal,
+        )  # fmt: skip
+        for index, outcome in enumerate(outcomes):
+            _take(findings, seen, images, index, outcome)
     return findings
 
 
-def _read(images: Images, index: int) -> tuple[str, bytes] | UserError:
+def _read_all(images: Images, threads: int) -> Iterator[_Outcome]:
+    """In order, a portion at a time: a million waiting tasks would fill the memory."""
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(images), _PORTION):
+            yield from pool.map(lambda index: _read(images, index), range(len(images))[start : start + _PORTION])
+
+
+def _read(images: Images, index: int) -> _Outcome:
     """(size, digest of the pixels), or why it cannot be read."""
     try:
         image_CHW = images.read(index)
@@ -72,23 +91,16 @@ def _read(images: Images, index: int) -> tuple[str, bytes] | UserError:
     return size, hashlib.blake2b(image_CHW.contiguous().numpy().tobytes() + size.encode(), digest_size=16).digest()
 
 
-def _take(
-    findings: Findings,
-    seen: dict[bytes, tuple[str, str]],
-    images: Images,
-    index: int,
-    outcome: tuple[str, bytes] | UserError,
-) -> None:
+def _take(findings: Findings, seen: _Seen, images: Images, index: int, outcome: _Outcome) -> None:
     if isinstance(outcome, UserError):
         findings.unreadable.append(str(outcome))
         return
     size, digest = outcome
     findings.sizes[size] = findings.sizes.get(size, 0) + 1
-    split, name = seen.setdefault(digest, (images.split, images.name(index)))
-    if split != images.split:
-        findings.leaked.append((name, images.name(index)))
-    elif name != images.name(index):
-        findings.repeated.append((name, images.name(index)))
+    first, place = seen.setdefault(digest, (images, index))
+    if (first, place) != (images, index):
+        pairs = findings.repeated if first is images else findings.leaked
+        pairs.append((first.name(place), images.name(index)))
 
 
 def _cases(title: str, cases: list[str]) -> list[str]:

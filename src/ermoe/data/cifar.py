@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from ermoe.data.images import ImagesInMemory
+from ermoe.data.reading import read_bytes, read_text
 from ermoe.errors import UserError
 
 _PIXELS = 3 * 32 * 32
+_UNPACK = "unpack the whole archive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def read(folder: Path, release: _Release, form: str, split: str) -> ImagesInMemo
         if not files:
             raise UserError(f"{folder} has no {names[0]}: unpack the whole archive of {release.title}")
         pixels, labels = zip(*(_binary(file, release.label_bytes) for file in files), strict=True)
-        classes = (folder / release.class_file).read_text().split()
+        classes = read_text(folder / release.class_file, _UNPACK).split()
     else:
         pixels, labels, classes = _pickled(folder, release, split)
     image_NCHW = torch.from_numpy(np.concatenate(pixels).reshape(-1, 3, 32, 32))
@@ -85,7 +87,7 @@ def read(folder: Path, release: _Release, form: str, split: str) -> ImagesInMemo
 
 
 def _binary(file: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    data = np.frombuffer(file.read_bytes(), np.uint8)
+    data = np.frombuffer(read_bytes(file, _UNPACK), np.uint8)
     record = label_bytes + _PIXELS
     if len(data) == 0 or len(data) % record:
         raise UserError(
@@ -117,10 +119,7 @@ def published_checksums(title: str) -> dict[str, str]:
 
 def _load_checked(file: Path, checksums: dict[str, str]) -> dict[bytes, Any]:
     """A pickle from the outside runs what its author wants, so only the very files that were published are loaded."""
-    try:
-        data = file.read_bytes()
-    except OSError as problem:
-        raise UserError(f"{file} cannot be read: {problem.strerror}; unpack the whole archive") from problem
+    data = read_bytes(file, _UNPACK)
     if hashlib.md5(data, usedforsecurity=False).hexdigest() != checksums[file.name]:
         raise UserError(
             f"{file} is a pickle without the published checksum, and pickles can run code: use the binary release of "

@@ -5,29 +5,30 @@ Nothing is decoded here. Files are listed in a fixed order, and what is neither 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ermoe.data.images import ImagesInFiles
-from ermoe.data.randomness import hashed
+from ermoe.data.reading import naming_what_cannot_be_read, printable, read_text
 from ermoe.errors import UserError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-_NAMES = {"train": ("train", "training"), "test": ("val", "validation", "valid", "test")}
+SPLIT_NAMES = {"train": ("train", "training"), "test": ("val", "validation", "valid", "test")}
 _HELD_OUT = 0.1
 
 
 @dataclass(slots=True)
 class _Listing:
-    """Image files by class, relative to the root of the data set, and how many other files there were."""
+    """Image files by class, relative to the root of the data set, and how many other things there were."""
 
     paths: dict[str, list[str]] = field(default_factory=dict)
     num_others: int = 0
+    num_broken_links: int = 0
 
     def add(self, root: Path, folder: Path, label: str) -> None:
         """All files below ``folder`` become images of class ``label``."""
@@ -36,6 +37,16 @@ class _Listing:
             if path.suffix.lower() in SUFFIXES:
                 found.append(os.path.relpath(path, root))
             else:
+                self.num_others += 1
+
+    def add_classes(self, root: Path, folder: Path, classes: list[str]) -> None:
+        """The class folders in ``folder``; what lies beside them is counted."""
+        for name in classes:
+            self.add(root, folder / name, name)
+        for entry in _entries(folder):
+            if entry.is_symlink() and not os.path.exists(entry.path):  # a link to nothing or to itself
+                self.num_broken_links += 1
+            elif not os.path.isdir(entry.path):
                 self.num_others += 1
 
 
@@ -53,17 +64,21 @@ def read(root: Path, split: str) -> ImagesInFiles:
             f"{folder} has a class that {train} does not have, {unknown[0]!r} ({len(unknown)} such): it can't be "
             "learned; move or remove it"
         )
-    for name in present:
-        listing.add(root, folder / name, name)
+    listing.add_classes(root, folder, present)
     return _images(root, split, classes, listing, f"class folders in {folder}")
+
+
+def has_splits(root: Path) -> bool:
+    """Whether there are class folders in a folder for training."""
+    train = _split_folder(root, "train")
+    return train is not None and any(os.path.isdir(entry.path) for entry in _entries(train))
 
 
 def _read_unsplit(root: Path, split: str) -> ImagesInFiles:
     """Without splits, a tenth of the files, chosen by their names and so always the same, is held out."""
     listing = _Listing()
     classes = _class_folders(root)
-    for name in classes:
-        listing.add(root, root / name, name)
+    listing.add_classes(root, root, classes)
     for name, paths in listing.paths.items():
         listing.paths[name] = [path for path in paths if _is_held_out(path) == (split == "test")]
     found = f"class folders without splits in {root}, {_HELD_OUT:.0%} held out by a hash of their names"
@@ -77,19 +92,20 @@ def is_tiny_imagenet(root: Path) -> bool:
 
 def read_tiny_imagenet(root: Path, split: str) -> ImagesInFiles:
     """Classes in the order of wnids.txt, which is that of the published labels."""
-    classes = (root / "wnids.txt").read_text().split()
+    classes = read_text(root / "wnids.txt").split()
     listing = _Listing()
     if split == "train":
         for wnid in classes:
             listing.add(root, root / "train" / wnid / "images", wnid)
     else:
-        for number, line in enumerate((root / "val" / "val_annotations.txt").read_text().splitlines(), 1):
+        table = root / "val" / "val_annotations.txt"
+        for number, line in enumerate(read_text(table).splitlines(), 1):
             name, _, rest = line.partition("\t")
             wnid = rest.partition("\t")[0]
             if wnid not in classes:
                 raise UserError(
-                    f"line {number} of {root / 'val' / 'val_annotations.txt'} gives {name} the class {wnid!r}, which "
-                    "wnids.txt does not have: unpack the archive again"
+                    f"line {number} of {table} gives {name} the class {wnid!r}, which wnids.txt does not have: unpack "
+                    "the archive again"
                 )
             listing.paths.setdefault(wnid, []).append(os.path.join("val", "images", name))
     return _images(root, split, classes, listing, f"Tiny-ImageNet in {root}")
@@ -102,25 +118,27 @@ def _images(root: Path, split: str, classes: list[str], listing: _Listing, found
     found += f", {split}: {len(paths):,} images, {len(classes)} classes"
     found += f", {empty} of them without images here" if empty and paths else ""
     found += f"; {listing.num_others} other files ignored" if listing.num_others else ""
-    return ImagesInFiles(root, paths, found=found, split=split, classes=classes, label_N=torch.tensor(label).long())
+    found += f"; {listing.num_broken_links} broken links ignored" if listing.num_broken_links else ""
+    shown, label_N = [printable(name) for name in classes], torch.tensor(label).long()
+    return ImagesInFiles(root, paths, found=found, split=split, classes=shown, label_N=label_N)
 
 
 def _split_folder(root: Path, split: str) -> Path | None:
-    return next((root / name for name in _NAMES[split] if (root / name).is_dir()), None)
+    return next((root / name for name in SPLIT_NAMES[split] if (root / name).is_dir()), None)
 
 
 def _test_folder(root: Path) -> Path:
     folder = _split_folder(root, "test")
     if folder is None:
-        raise UserError(f"{root} has a folder for training, but none of {', '.join(_NAMES['test'])}: add one")
+        raise UserError(f"{root} has a folder for training, but none of {', '.join(SPLIT_NAMES['test'])}: add one")
     return folder
 
 
 def _class_folders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
+    entries = _entries(folder)
+    names = [entry.name for entry in entries if os.path.isdir(entry.path)]
     if not names:
-        loose = sum(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+        loose = sum(Path(entry).suffix.lower() in SUFFIXES for entry in entries)
         raise UserError(
             f"{folder} holds {loose} image files and no class folders: put every image into a folder named by its class"
         )
@@ -132,20 +150,19 @@ def _files(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
     real = os.path.realpath(folder)
     if real in above:
         raise UserError(f"{folder} is a symbolic link to a folder that contains it, an endless loop: remove the link")
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as problem:
-        raise UserError(f"{folder} cannot be listed: {problem.strerror}; look at its permissions") from problem
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
+    for entry in _entries(folder):
         if os.path.isdir(entry.path):  # unlike entry.is_dir(), it takes a link to itself for no folder
             yield from _files(Path(entry.path), (*above, real))
         else:  # also dangling links and links to themselves: reading them will say so
             yield Path(entry.path)
 
 
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, hidden things left out, by name."""
+    with naming_what_cannot_be_read(), os.scandir(folder) as entries:
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+
+
 def _is_held_out(path: str) -> bool:
-    letters = np.frombuffer(path.encode(), np.uint8).astype(np.int64)
-    bits = hashed(*letters.tolist())
-    return bool(bits[0] < np.uint64(_HELD_OUT * 2**64))
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < _HELD_OUT * 2**64

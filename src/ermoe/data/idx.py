@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ermoe.data.images import ImagesInMemory
+from ermoe.data.reading import read_bytes
 from ermoe.errors import UserError
 
 _PARTS = {"train": "train", "test": "t10k"}
@@ -55,15 +55,13 @@ def _required(folder: Path, split: str, kind: str) -> Path:
 
 def _array(file: Path, dims: int) -> np.ndarray:
     """Two zero bytes, the type (8: bytes), the number of axes; the axes' lengths, big-endian; the values."""
-    try:
-        data = file.read_bytes()
-        data = gzip.decompress(data) if file.suffix == ".gz" else data
-    except (OSError, EOFError, zlib.error) as problem:
-        raise UserError(f"{file} cannot be read: {problem}; download it again") from problem
+    data, head = read_bytes(file, "download it again"), 4 + 4 * dims
     if data[:4] != bytes([0, 0, 8, dims]):
         raise UserError(f"{file} is no idx file of bytes with {dims} axes: download it again")
-    shape = np.frombuffer(data, ">u4", dims, offset=4)
-    expected = 4 + 4 * dims + int(shape.prod(dtype=np.int64))
+    if len(data) < head:
+        raise UserError(f"{file} is truncated, {len(data)} of the {head} bytes of its header: download it again")
+    shape = np.frombuffer(data, ">u4", dims, offset=4).tolist()
+    expected = head + math.prod(shape)
     if len(data) != expected:
         raise UserError(f"{file} is truncated, {len(data):,} of {expected:,} bytes: download it again")
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape).copy()
+    return np.frombuffer(data, np.uint8, offset=head).reshape(shape).copy()

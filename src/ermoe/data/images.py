@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ermoe.data.decode import decode
+from ermoe.data.reading import printable, read_bytes
 from ermoe.errors import UserError
 
 SPLITS = ("train", "test")
@@ -78,15 +79,13 @@ class ImagesInFiles(Images):
         self._path_N = np.array([os.fsencode(path) for path in paths])
 
     def name(self, index: int) -> str:
-        return os.path.join(self.root, os.fsdecode(self._path_N[index]))
+        return printable(self._path(index))
 
     def read(self, index: int) -> Tensor:
-        path = self.name(index)
-        try:
-            data = Path(path).read_bytes()
-        except OSError as problem:
-            raise UserError(f"{path} cannot be read: {problem.strerror}; mend or remove it") from problem
-        return decode(data, path)
+        return decode(read_bytes(self._path(index), "mend or remove it"), self.name(index))
+
+    def _path(self, index: int) -> str:
+        return os.path.join(self.root, os.fsdecode(self._path_N[index]))
 
 
 def _check_labels(found: str, classes: list[str], label_N: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, ImagesInMemory
 from ermoe.data.order import Indices, Order, evaluation_batches, share
+from ermoe.errors import UserError
 
 _Request = tuple[int, Indices]
+_Answer = tuple[Indices, Tensor] | UserError
 
 
 @dataclass(slots=True)
@@ -65,18 +67,21 @@ class Loader:
 
     def _read(self, requests: list[_Request]) -> Iterator[tuple[Indices, Tensor]]:
         reader = _Reader(self.images, self.transform)
-        if self.workers == 0 or isinstance(self.images, ImagesInMemory):
-            yield from (reader[request] for request in requests)
-            return
-        # The sampler names whole batches, so a worker returns them finished and in order.
-        yield from DataLoader(
-            reader,
-            sampler=requests,  # type: ignore[arg-type]
-            batch_size=None,
-            num_workers=self.workers,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]
-            pin_memory=torch.device(self.device).type == "cuda",
-        )
+        answers: Iterable[_Answer] = (reader[request] for request in requests)
+        if self.workers and not isinstance(self.images, ImagesInMemory):
+            # The sampler names whole batches, so a worker returns them finished and in order.
+            answers = DataLoader(
+                reader,
+                sampler=requests,  # type: ignore[arg-type]
+                batch_size=None,
+                num_workers=self.workers,
+                collate_fn=_as_it_is,  # type: ignore[arg-type]
+                pin_memory=torch.device(self.device).type == "cuda",
+            )
+        for answer in answers:
+            if isinstance(answer, UserError):
+                raise answer
+            yield answer
 
     def _finish(self, index_B: Indices, image_BCSS: Tensor, epoch: int) -> Batch:
         label_B = self.images.label_N[torch.from_numpy(index_B)]
@@ -84,17 +89,20 @@ class Loader:
         return self.transform.device(image_BCSS, label_B, index_B, epoch)
 
 
-class _Reader(Dataset[tuple[Indices, Tensor]]):
-    """What a worker process runs."""
+class _Reader(Dataset[_Answer]):
+    """What a worker process runs. It hands mistakes over as answers: raised there, they would arrive as tracebacks."""
 
     def __init__(self, images: Images, transform: Transform) -> None:
         self.images = images
         self.transform = transform
 
-    def __getitem__(self, request: _Request) -> tuple[Indices, Tensor]:
+    def __getitem__(self, request: _Request) -> _Answer:
         epoch, index_B = request
-        return index_B, self.transform.host(self.images, index_B, epoch)
+        try:
+            return index_B, self.transform.host(self.images, index_B, epoch)
+        except UserError as mistake:
+            return mistake
 
 
-def _as_it_is(item: tuple[Indices, Tensor]) -> tuple[Indices, Tensor]:
-    return item
+def _as_it_is(answer: _Answer) -> _Answer:
+    return answer

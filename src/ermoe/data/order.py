@@ -23,8 +23,8 @@ class Order:
     """The batches of every epoch. A last batch that would not be full is left out, another one each epoch.
 
     >>> order = Order(num_images=10, batch_size=4, seed=0)
-    >>> order.steps_per_epoch, order.batch(epoch=0, step=1).tolist() == order.epoch(0)[4:8].tolist()
-    (2, True)
+    >>> order.steps_per_epoch, [batch.tolist() == order.epoch(0)[4:8].tolist() for batch in order.batches(0)]
+    (2, [False, True])
     """
 
     num_images: int
@@ -48,10 +48,6 @@ class Order:
     def epoch(self, epoch: int) -> Indices:
         """All images in the order of one epoch."""
         return np.argsort(hashed(self.seed, epoch, np.arange(self.num_images)), kind="stable")
-
-    def batch(self, epoch: int, step: int) -> Indices:
-        """The images of one step."""
-        return self.epoch(epoch)[step * self.batch_size : (step + 1) * self.batch_size]
 
     def batches(self, epoch: int, *, first_step: int = 0) -> Iterator[Indices]:
         """The batches of an epoch from ``first_step`` on."""

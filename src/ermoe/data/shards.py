@@ -7,110 +7,181 @@ images stays a function of the seed, which a stream through shuffle buffers cann
 from __future__ import annotations
 
 import os
+import re
 import tarfile
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ermoe.data.decode import decode
-from ermoe.data.folders import SUFFIXES
+from ermoe.data.folders import SPLIT_NAMES, SUFFIXES
 from ermoe.data.images import Images
+from ermoe.data.reading import read_text
 from ermoe.errors import UserError
 
-_NAMES = {"train": ("train",), "test": ("val", "validation", "test")}
+
+class Pair(NamedTuple):
+    """One image of a shard: its key, where its bytes begin and how many they are, and what the file beside it holds."""
+
+    key: str
+    start: int
+    size: int
+    beside: bytes
 
 
-def find(path: Path) -> list[Path]:
-    """The shards at ``path``, a folder or a single tar file."""
-    return sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
+class _Index(NamedTuple):
+    """A shard's keys (N,), labels (N,), and first byte and number of bytes of each image (N, 2)."""
+
+    key_N: np.ndarray
+    label_N: np.ndarray
+    place_N2: np.ndarray
 
 
 class ImagesInShards(Images):
     """Images in tar files, read by offset; ``place_NP`` is (shard, first byte, number of bytes) of each."""
 
     def __init__(
-        self, shards: list[Path], keys: list[str], place_NP: np.ndarray, *, found: str, split: str, classes: list[str],
-        label_N: Tensor,
+        self, shards: list[Path], key_N: np.ndarray, place_NP: np.ndarray, *, found: str, split: str,
+        classes: list[str], label_N: Tensor,
     ) -> None:  # fmt: skip
         super().__init__(found=found, split=split, classes=classes, label_N=label_N)
         self.shards = shards
-        self._key_N = np.array([os.fsencode(key) for key in keys])
+        self._key_N = key_N
         self._place_NP = place_NP
 
     def name(self, index: int) -> str:
-        return f"{os.fsdecode(self._key_N[index])} in {self.shards[self._place_NP[index, 0]]}"
+        return f"{self._key_N[index].decode(errors='backslashreplace')} in {self.shards[self._place_NP[index, 0]]}"
 
     def read(self, index: int) -> Tensor:
-        shard, start, size = self._place_NP[index]
-        try:
-            with open(self.shards[shard], "rb") as file:
-                data = os.pread(file.fileno(), int(size), int(start))
-        except OSError as problem:
-            raise UserError(f"{self.name(index)} cannot be read: {problem.strerror}; mend or replace it") from problem
-        if len(data) < size:
-            raise UserError(f"{self.shards[shard]} is truncated: copy it again")
-        return decode(data, self.name(index))
+        shard, start, size = self._place_NP[index].tolist()
+        return decode(read_part(self.shards[shard], start, size), self.name(index))
 
 
-def read(shards: list[Path], split: str) -> ImagesInShards:
-    """The shards whose names begin with the split's ("train-000.tar", "val-000.tar")."""
-    chosen = _of_split(shards, split)
-    keys, labels, places = [], [], []
-    for number, shard in enumerate(chosen):
-        for key, label, start, size in _pairs(shard):
-            keys.append(key)
-            labels.append(label)
-            places.append((number, start, size))
-    classes = _classes(shards)
-    found = f"{len(chosen)} shards in {shards[0].parent}, {split}: {len(keys):,} images, {len(classes)} classes"
+def find(place: Path, names: Mapping[str, tuple[str, ...]] = SPLIT_NAMES) -> dict[str, list[Path]]:
+    """By split, the tar files of which the name, or that of their folder in ``place``, has the split as a word.
+
+    Of a split's names the first one that occurs is taken. Other tar files are somebody's archives, not shards.
+    """
+    found: dict[str, list[Path]] = {}
+    known = {name for own in names.values() for name in own}
+    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+        word = next((word for word in re.findall("[a-z]+", path.name.lower()) if word in known), None)
+        if word is not None:
+            files = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
+            found.setdefault(word, []).extend(files)
+    chosen = {split: next((found[name] for name in own if found.get(name)), []) for split, own in names.items()}
+    return {split: files for split, files in chosen.items() if files}
+
+
+def read(place: Path, shards: Mapping[str, list[Path]], split: str) -> ImagesInShards:
+    """One split of what `find` found in ``place``."""
+    chosen = _of_split(place, shards, split)
+    indices = [_indexed(shard) for shard in chosen]
+    place_NP = np.concatenate(
+        [np.insert(index.place_N2, 0, number, axis=1) for number, index in enumerate(indices)], dtype=np.int64
+    )
+    classes = _classes(place, shards)
+    found = f"{len(chosen)} shards in {place}, {split}: {len(place_NP):,} images, {len(classes)} classes"
     return ImagesInShards(
-        chosen, keys, np.array(places, np.int64).reshape(-1, 3), found=found, split=split, classes=classes,
-        label_N=torch.tensor(labels).long(),
+        chosen, np.concatenate([index.key_N for index in indices]), place_NP, found=found, split=split,
+        classes=classes, label_N=torch.from_numpy(np.concatenate([index.label_N for index in indices])),
     )  # fmt: skip
 
 
-def _pairs(shard: Path) -> list[tuple[str, int, int, int]]:
-    """(key, label, first byte, number of bytes) of every image; both halves of a pair must be there."""
+def pairs(shard: Path, suffix: str) -> list[Pair]:
+    """Every image of a shard with the file of the same key that ends in ``suffix``; both halves must be there.
+
+    As in webdataset, a key is the path up to the first dot of the file's name.
+    """
     images: dict[str, tuple[int, int]] = {}
-    labels: dict[str, int] = {}
+    beside: dict[str, bytes] = {}
     try:
         with tarfile.open(shard, "r:") as tar:
             for member in tar:
-                key, dot, suffix = member.name.partition(".")
-                if member.isfile() and f"{dot}{suffix}".lower() in SUFFIXES:
+                folder, slash, name = member.name.removeprefix("./").rpartition("/")
+                stem, _, ending = name.partition(".")
+                key = f"{folder}{slash}{stem}"
+                if not member.isfile() or not stem:
+                    continue
+                if f".{ending.lower()}" in SUFFIXES:
                     images[key] = (member.offset_data, member.size)
-                elif member.isfile() and suffix == "cls":
-                    labels[key] = _label(tar, member, shard)
+                elif ending == suffix and (file := tar.extractfile(member)) is not None:
+                    beside[key] = file.read()
+            _check_end(tar, shard)
     except (tarfile.TarError, OSError) as problem:
         raise UserError(f"{shard} cannot be read as an uncompressed tar file: {problem}; copy it again") from problem
-    if lonely := sorted(images.keys() ^ labels.keys()):
-        raise UserError(f"{shard}: {lonely[0]} lacks its image or .cls file ({len(lonely)} such); write it anew")
-    return [(key, labels[key], *place) for key, place in images.items()]
+    if lonely := sorted(images.keys() ^ beside.keys()):
+        raise UserError(
+            f"{shard}: {lonely[0]} lacks its image or .{suffix} file ({len(lonely)} such); write it anew, or move it "
+            "away if it is no shard"
+        )
+    return [Pair(key, *place, beside[key]) for key, place in images.items()]
 
 
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, shard: Path) -> int:
-    file = tar.extractfile(member)
-    text = b"" if file is None else file.read(20)
-    if not text.strip().isdigit():
-        raise UserError(f"{shard}: {member.name} holds {text!r}, not the number of a class; write the shard anew")
+def read_part(shard: Path, start: int, size: int) -> bytes:
+    """``size`` bytes of a shard."""
+    try:
+        with open(shard, "rb") as file:
+            data = os.pread(file.fileno(), size, start)
+    except OSError as problem:
+        raise UserError(f"{shard} cannot be read: {problem.strerror}; mend or replace it") from problem
+    if len(data) < size:
+        raise UserError(f"{shard} is truncated: copy it again")
+    return data
+
+
+def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
+    """Where the members end there must be a block of zeros; tarfile takes the end of a cut file for it."""
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise UserError(f"{shard} is truncated or damaged after {tar.offset:,} bytes: copy it again")
+
+
+def _indexed(shard: Path) -> _Index:
+    """Both splits need the training labels where there is no classes.txt, and reading headers takes its time."""
+    try:
+        state = shard.stat()
+    except OSError as problem:
+        raise UserError(f"{shard} cannot be read: {problem.strerror}; mend or replace it") from problem
+    return _index(shard, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def _index(shard: Path, size: int, changed: int) -> _Index:
+    found = pairs(shard, "cls")
+    return _Index(
+        np.array([os.fsencode(pair.key) for pair in found], np.bytes_),
+        np.array([_label(pair, shard) for pair in found], np.int64),
+        np.array([(pair.start, pair.size) for pair in found], np.int64).reshape(-1, 2),
+    )
+
+
+def _label(pair: Pair, shard: Path) -> int:
+    text = pair.beside.strip()
+    if not text.isdigit() or len(text) > 9:
+        raise UserError(f"{shard}: {pair.key}.cls holds {text[:20]!r}, not the number of a class; write the shard anew")
     return int(text)
 
 
-def _of_split(shards: list[Path], split: str) -> list[Path]:
-    chosen = [shard for shard in shards if shard.name.startswith(_NAMES[split])]
-    if not chosen:
+def _of_split(place: Path, shards: Mapping[str, list[Path]], split: str) -> list[Path]:
+    if split not in shards:
         raise UserError(
-            f"{shards[0].parent} has no shards for {split}: their names must begin with {' or '.join(_NAMES[split])}"
+            f"{place} has shards, but none for {split}: their names or folders must have the word "
+            f"{' or '.join(SPLIT_NAMES[split])}"
         )
-    return chosen
+    return shards[split]
 
 
-def _classes(shards: list[Path]) -> list[str]:
+def _classes(place: Path, shards: Mapping[str, list[Path]]) -> list[str]:
     """Names from classes.txt, one a line; without it, as many numbers as the training labels need."""
-    names = shards[0].parent / "classes.txt"
+    names = (place if place.is_dir() else place.parent) / "classes.txt"
     if names.is_file():
-        return names.read_text().splitlines()
-    labels = (label for shard in _of_split(shards, "train") for _, label, *_ in _pairs(shard))
-    return [str(label) for label in range(max(labels, default=0) + 1)]
+        return [line for line in read_text(names).splitlines() if line.strip()]
+    label_N = np.concatenate([_indexed(shard).label_N for shard in _of_split(place, shards, "train")])
+    return [str(label) for label in range(label_N.max(initial=0) + 1)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.batches import run
+from ermoe.models.batches import refuse_tensor, run
 from ermoe.models.equal_load import equal_load_offsets
 from ermoe.nn import MeanBalance, MoE, TopKRouter
 
@@ -68,6 +68,7 @@ def calibrate(
     Returns:
         What was chosen, by layer name.
     """
+    _check(batches, capacity_factor, rounds)
     routers = _routers(model, budget)
     batches = list(batches) if rounds > 1 else batches
     chosen: dict[str, Calibration] = {}
@@ -79,8 +80,23 @@ def calibrate(
             chosen[name] = _settle(router, samples[name], budget)
     for name, result in chosen.items():
         if budget is not None and abs(result.experts_per_token - budget) > _BUDGET_MISSED:
-            _log.warning("%s: T = 0 still prunes to %.2f experts a token", name, result.experts_per_token)
+            _log.warning("%s: %s", name, _why_missed(result, budget))
     return chosen
+
+
+def _check(batches: object, capacity_factor: float | None, rounds: int) -> None:
+    refuse_tensor(batches)
+    if rounds < 1:
+        raise UserError(f"rounds={rounds}: need at least one pass over the batches")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise UserError(f"capacity_factor={capacity_factor}: use a positive number, or None to leave it as it is")
+
+
+def _why_missed(result: Calibration, budget: float) -> str:
+    found = f"{result.experts_per_token:.2f} experts a token, not {budget:.2f}"
+    if result.threshold == 0 and result.experts_per_token < budget:
+        return f"T = 0 still prunes to {found}"
+    return f"T = {result.threshold:.3f} keeps {found}: many scores equal it, and are kept or pruned together"
 
 
 def _routers(model: nn.Module, budget: float | None) -> dict[str, TopKRouter]:

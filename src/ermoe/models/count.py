@@ -8,18 +8,16 @@ Letters: N tokens of an image, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from ermoe.errors import UserError
 from ermoe.models.families import family_of
 from ermoe.models.sparse_block import SparseBlock, needs_context
-from ermoe.models.static_path import every_expert, expert_layers, input_shape
+from ermoe.models.static_path import expert_layers, input_shape, run_without_data
 from ermoe.nn import Experts, MoE
 
 _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
@@ -64,9 +62,12 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     >>> counted.total_parameters, round(counted.flops.total / 2e9, 2)  # the second as multiply-adds
     (5717416, 1.25)
     """
+    blocks = family_of(model).blocks(model)
+    if not blocks:
+        raise UserError(f"this {type(model).__name__} has no transformer blocks, which are what ermoe counts")
     flops, num_tokens = measure(model, (1, *input_shape(model, image_size)))
     part = asdict(Flops())
-    for name, block in family_of(model).blocks(model):
+    for name, block in blocks:
         ffn = flops[f"{name}.mlp"]
         part["attention"] += flops[name] - ffn
         if not isinstance(block, SparseBlock):
@@ -75,7 +76,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
         layer = block.mlp
         if isinstance(layer, MoE):
             part["routing"] += flops[f"{name}.mlp.router"]
-            part["experts"] += num_tokens * experts_per_token(layer) * flops_per_row(layer.experts)
+            part["experts"] += round(num_tokens * layer.router.experts_per_token) * flops_per_row(layer.experts)
         else:  # Soft MoE, all of whose slots are always full
             experts = layer.experts.num_experts * layer.slots_per_expert * flops_per_row(layer.experts)
             part["routing"] += ffn - experts
@@ -85,14 +86,9 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
             part["context"] += context
             part["attention"] -= context
     part["embedding"] = sum(flops[name] for name in list(flops) if name.split(".")[-1] in _EMBEDDINGS)
-    part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in family_of(model).blocks(model))
+    part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in blocks)
     total = sum(p.numel() for p in model.parameters())
     return Count(total, total - _idle_parameters(model), Flops(**part))
-
-
-def experts_per_token(layer: MoE) -> int:
-    """K; without pruning and drops, which depend on the data."""
-    return int(getattr(layer.router, "top_k", 1))
 
 
 def flops_per_row(experts: Experts) -> int:
@@ -100,22 +96,17 @@ def flops_per_row(experts: Experts) -> int:
     return 2 * sum(p.numel() for p in experts.parameters() if p.dim() == 3) // experts.num_experts
 
 
-@torch.no_grad()
 def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
     """Operations by module name along the static path ("Global" for all), and the number of tokens in the blocks."""
     lengths = []
     first_block: Any = family_of(model).blocks(model)[0][1]
-    parameters = dict(model.named_parameters())
-    weightless = {name: tensor.to("meta") for name, tensor in (*parameters.items(), *model.named_buffers())}
-    image = torch.empty(shape, device="meta", dtype=next(iter(parameters.values())).dtype)
     counter = FlopCounterMode(display=False)
-    with ExitStack() as stack:
-        hook = first_block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
-        stack.callback(hook.remove)
-        stack.callback(model.train, model.training)
-        stack.enter_context(every_expert(model.eval()))
+    hook = first_block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[-2]))
+    try:
         with counter:
-            functional_call(model, weightless, (image,))
+            run_without_data(model, shape)
+    finally:
+        hook.remove()
     counted = {name.partition(".")[2] or name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     return _ZeroIfAbsent(counted), lengths[0]
 
@@ -138,5 +129,5 @@ def _idle_parameters(model: nn.Module) -> int:
             basis = layer.experts.token_basis
             if basis is not None and score is not None and score.needs_basis and score.basis is None:
                 per_expert -= basis.shape[1] * min(score.route_rank, basis.shape[2])
-            idle += (num_experts - experts_per_token(layer)) * per_expert
+            idle += round((num_experts - layer.router.experts_per_token) * per_expert)
     return idle

@@ -1,4 +1,4 @@
-"""The way back: a sparse model whose experts are still equal is a dense one."""
+"""The way back: experts that are still equal are one dense network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _EQUAL_ENOUGH = 1e-4
 
 
 def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """The dense model that a sparse one still equals, because its experts have not been trained apart.
+    """The dense model whose feed-forward networks the experts of a sparse one still are, not trained apart.
+
+    It has the outputs of the sparse model if the weights of a token's experts sum to 1 and no pair is dropped: with the
+    eigen router and without a capacity, but not with V-MoE, expert choice or Soft MoE, which scale what experts say.
 
     >>> import timm
     >>> from ermoe.models.upcycle import upcycle

@@ -10,13 +10,16 @@ Letters: E experts, I input and O output width of one weight, R rank, r routing 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.moments import Moments
 from ermoe.nn import DenseLinear, EigenLinear, MoE
-from ermoe.nn.scores import Score
+from ermoe.nn.scores import PrototypeScore, Score
 
 _SMALLEST_RATIO = 1e-4
 
@@ -29,6 +32,28 @@ def interleaved(num_experts: int, rank: int) -> Tensor:
     """
     shares = [torch.arange(rank)[start::num_experts] for start in range(num_experts)]
     return torch.stack([torch.cat(shares[expert:] + shares[:expert]) for expert in range(num_experts)])
+
+
+def refuse_equal_experts(layer: nn.Module, ffn: FFN) -> None:
+    """Raises a UserError if `fill_from_dense` would give two experts the same routing columns, so the same scores."""
+    score = _score_of(layer)
+    if score is None or score.route_rank is None or isinstance(score, PrototypeScore):  # each ψ is another
+        return
+    experts: Any = layer.experts
+    entry = ffn.up if ffn.gate is None else ffn.gate
+    num_directions = min(entry.W.shape) if experts.token_basis is None else experts.token_basis.shape[2]
+    num_distinct = num_directions if score.route_rank < num_directions else 1
+    if experts.num_experts > num_distinct:
+        raise UserError(
+            f"num_experts={experts.num_experts}, route_rank={score.route_rank}: with {num_directions} singular "
+            "directions to share out, some experts would route by the same ones and nothing would tell them apart; use "
+            f"at most {num_directions} experts and a smaller route_rank, or init='random'"
+        )
+
+
+def _score_of(layer: nn.Module) -> Score | None:
+    score = getattr(getattr(layer, "router", None), "score", None)  # other routers have none, or a function of logits
+    return score if isinstance(score, Score) else None
 
 
 def svd(weight_IO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,8 +95,8 @@ def fill_from_dense(layer: MoE, ffn: FFN, moments: Moments | None = None) -> Non
         else:
             truncated = _truncate(dense, stacked.s.shape[1], moments, is_down=stacked is down)
             _fill_eigen(stacked, truncated, interleave=stacked is not down)
-    score = getattr(getattr(layer, "router", None), "score", None)
-    if isinstance(score, Score) and score.basis is not None:
+    score = _score_of(layer)
+    if score is not None and score.basis is not None:
         _cut_basis(score.basis, ffn.up if ffn.gate is None else ffn.gate)
 
 

@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 
 from ermoe.errors import UserError
 from ermoe.files import replacing
-from ermoe.models.count import experts_per_token
+from ermoe.models.batches import evaluating
 from ermoe.models.merge import merge
 from ermoe.models.static_path import every_expert, expert_layers, input_shape
 from ermoe.nn import MoE
@@ -36,7 +36,10 @@ FORMATS = {".onnx": "onnx", ".pt2": "torch"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how far its outputs are from the model's on a random image, relative to their spread."""
+    """What was written, and how far its outputs are from the model's on random images.
+
+    ``difference`` is the largest one, relative to the root mean square of the outputs.
+    """
 
     file: Path
     difference: float
@@ -64,11 +67,13 @@ def export(
         raise UserError(f"{file}: the name decides the format, so end it in .onnx or .pt2")
     if path not in PATHS:
         raise UserError(f"path={path!r}: use 'every-expert' (exact) or 'capacity' (cheaper)")
+    if file.suffix == ".onnx" and next(model.parameters()).dtype == torch.bfloat16:
+        raise UserError(f"{file}: onnxruntime knows no bfloat16; export model.float(), or to a name that ends in .pt2")
     shape = (2 if dynamic_batch else 1, *input_shape(model, image_size))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()))
     program = to_program(model, images, path=path, capacity_factor=capacity_factor, dynamic_batch=dynamic_batch)
-    with torch.no_grad():
-        expected = _TensorOutput(model).eval()(images)
+    with torch.no_grad(), evaluating(model):
+        expected = _TensorOutput(model)(images)
     with replacing(file) as draft:
         if FORMATS[file.suffix] == "torch":
             torch.export.save(program, draft)
@@ -76,7 +81,8 @@ def export(
         else:
             _write_onnx(program, draft)
             outputs = _run_onnx(draft, images)
-    return Exported(file, float((outputs - expected).abs().max() / expected.std().clamp_min(1e-30)))
+    size = expected.square().mean().sqrt().clamp_min(1e-30)
+    return Exported(file, float((outputs - expected).abs().max() / size))
 
 
 def to_program(
@@ -88,12 +94,23 @@ def to_program(
     dynamic_batch: bool = True,
 ) -> ExportedProgram:
     """The model, merged, as a graph of torch's own operators along one of the static paths."""
+    if dynamic_batch:
+        _refuse_shared_places(model)
     model = merge(copy.deepcopy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
     shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
     with torch.no_grad(), every_expert(model) if path == "every-expert" else nullcontext():
         return torch.export.export(_TensorOutput(model), (images,), dynamic_shapes=shapes)
+
+
+def _refuse_shared_places(model: nn.Module) -> None:
+    for name, layer in expert_layers(model).items():
+        if isinstance(layer, MoE) and layer.router.shares_places:
+            raise UserError(
+                f"{name}: images of a batch share the places of its experts, so its graph depends on the batch: use "
+                "dynamic_batch=False (--fixed-batch), or build the model with eval_capacity_factor=None or group_size=1"
+            )
 
 
 class CapacityMoE(MoE):
@@ -107,7 +124,7 @@ class CapacityMoE(MoE):
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         num_tokens, dim = x.shape[-2:]
         num_experts = self.experts.num_experts
-        wanted = places(num_tokens, experts_per_token(self), num_experts, self.capacity_factor)
+        wanted = places(num_tokens, self.router.experts_per_token, num_experts, self.capacity_factor)
         weight_GSE = self.route(x, context, mask).dense_weights().view(-1, num_tokens, num_experts)
         token_GCE = torch.argsort(weight_GSE, dim=1, descending=True, stable=True)[:, :wanted]  # ties: first come
         weight_GCE = weight_GSE.gather(1, token_GCE)
@@ -122,6 +139,8 @@ class CapacityMoE(MoE):
 
 def limit_places(model: nn.Module, capacity_factor: float) -> None:
     """Makes every layer of a model a `CapacityMoE`, in place; layers that choose nothing have static shapes already."""
+    if not capacity_factor > 0:
+        raise UserError(f"capacity_factor={capacity_factor}: use a positive number")
     for name, layer in expert_layers(model).items():
         if isinstance(layer, MoE):
             limited: Any = model.get_submodule(name)

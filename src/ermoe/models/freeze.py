@@ -9,7 +9,6 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.nn import Experts, MoE
 
-PARTS = ("experts", "router", "head", "backbone")
 _HEADS = ("head", "head_dist", "heads", "classifier", "fc_norm", "attn_pool")
 
 
@@ -36,6 +35,8 @@ def unfreeze(model: nn.Module, *parts: str) -> list[str]:
 
 def _set(model: nn.Module, parts: tuple[str, ...], *, learns: bool) -> list[str]:
     part_of = _parts(model)
+    if not parts:
+        raise UserError(f"no part is named: use one of {', '.join(sorted(set(part_of.values())))}, or '*' for all")
     parameters = dict(model.named_parameters())
     chosen = []
     for part in parts:

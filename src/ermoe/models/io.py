@@ -28,7 +28,9 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Writes a model, sparse or dense, into a folder, from which `ermoe.load` and timm's ``local-dir:`` build it again.
 
-    Each of the two files is replaced in one step, so a save that fails leaves the earlier one as it was.
+    Both files are written whole before either replaces its predecessor, so a save that fails in writing leaves the
+    earlier model. Each carries the mark of its save: a process that ends between the two replacements leaves new
+    weights beside an old configuration, which `load` refuses.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -125,18 +127,25 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise KeyError("ermoe")
     except FileNotFoundError:
         raise UserError(f"{path} is missing: name a folder that ermoe.save wrote") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is damaged or was not written by ermoe.save: save the model again") from None
     return config
 
 
 def _rebuild(config: dict[str, Any], path: Path, *, device: str = "cpu") -> nn.Module:
     try:
-        return rebuild(config["ermoe"], device=device).to(getattr(torch, config["dtype"]))
+        return rebuild(config["ermoe"], device=device).to(_precision(config["dtype"]))
     except UserError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as problem:
+    except Exception as problem:  # whatever another library makes of arguments that it did not expect
         raise UserError(f"{path} describes a model that cannot be built ({first_line(problem)})") from problem
+
+
+def _precision(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"{CONFIG} gives weights the type {name!r}: write float32, float16 or bfloat16")
+    return dtype
 
 
 def _check_same_save(folder: Path, config: dict[str, Any]) -> None:

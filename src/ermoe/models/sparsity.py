@@ -15,6 +15,9 @@ from ermoe.models.sparse_block import CONTEXT_SOURCES
 from ermoe.nn import no_weight_decay
 from ermoe.nn.registry import build_layer, options_of
 
+# Options of expert layers that follow from the network they replace.
+_GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "device", "dtype")
+
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
@@ -37,6 +40,25 @@ class Sparsity:
             raise UserError(f"context_of={self.context_of!r}: use 'features' or 'attention'")
         if self.experts is None:  # what the routers' own papers have
             object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
+        self._check_numbers()
+        self._check_layer_options()
+
+    def _check_numbers(self) -> None:
+        for name in ("num_experts", "top_k", "rank", "route_rank"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) or (value is None and name.endswith("rank"))):
+                raise UserError(f"{name}={value!r}: need a whole number")
+        if self.rank is not None and self.experts == "dense":
+            raise UserError(f"rank={self.rank}: dense experts have no rank; use experts='eigen', or leave rank out")
+
+    def _check_layer_options(self) -> None:
+        given = [name for name in self.layer_options if name in _GIVEN]
+        if given:
+            raise UserError(f"{', '.join(given)}: experts take this from the feed-forward network they replace")
+        known = [name for name in options_of(self.router) if name not in _GIVEN]
+        unknown = sorted(set(self.layer_options) - set(known))
+        if unknown:
+            raise UserError(f"router={self.router!r} has no option {', '.join(unknown)}: it has {', '.join(known)}")
 
     def layer_like(self, ffn: FFN) -> nn.Module:
         """An expert layer of the shape and precision of ``ffn``, on the meta device."""
@@ -47,7 +69,10 @@ class Sparsity:
         options |= {name: rank for name, rank in ranks.items() if rank is not None}
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
-        return build_layer(self.router, ffn.dim, ffn.hidden_dim, **options, **mlp, **placement)
+        try:
+            return build_layer(self.router, ffn.dim, ffn.hidden_dim, **options, **mlp, **placement)
+        except ValueError as problem:
+            raise UserError(str(problem)) from problem
 
     def as_options(self) -> dict[str, Any]:
         """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
@@ -64,9 +89,9 @@ def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
     >>> choose_blocks("last-2-odd", 12), choose_blocks("last-2-odd", 8)
     ((9, 11), (5, 7))
     """
-    if blocks == "all":
-        return tuple(range(depth))
     if isinstance(blocks, str):
+        if blocks == "all":
+            return tuple(range(depth))
         kind, _, digits = blocks.removesuffix("-odd").partition("-")
         number = int(digits) if digits.isdigit() else 0
         if kind == "every" and 1 <= number <= depth and not blocks.endswith("-odd"):
@@ -74,12 +99,16 @@ def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:
         candidates = range(1, depth, 2) if blocks.endswith("-odd") else range(depth)
         if kind == "last" and 1 <= number <= len(candidates):
             return tuple(candidates[-number:])
-    elif blocks and all(-depth <= index < depth for index in blocks):
+    elif isinstance(blocks, (list, tuple, range)) and blocks and all(_is_index(index, depth) for index in blocks):
         return tuple(sorted({index % depth for index in blocks}))
     raise UserError(
         f"blocks={blocks!r}: use 'every-n', 'last-n', 'last-n-odd', 'all' or a list of indices; "
         f"this model has {depth} blocks"
     )
+
+
+def _is_index(index: object, depth: int) -> bool:
+    return isinstance(index, int) and -depth <= index < depth
 
 
 def mark_sparse(model: Any, sparsity: Sparsity) -> None:

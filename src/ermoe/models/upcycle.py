@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.eigen_init import fill_from_dense, output_error
+from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.families import Family, family_of
 from ermoe.models.moments import Moments, collect
 from ermoe.models.sparse_block import SparseBlock, needs_context, sparsify
@@ -91,7 +91,7 @@ def upcycle(
         context_grad=context_grad,
         layer_options=layer_options,
     )
-    _check(family, model, sparsity)
+    _check(family, model, sparsity, init)
     model = model if inplace else copy.deepcopy(model)
     chosen = [family.blocks(model)[index] for index in sparsity.blocks]
     networks = {name: family.ffn(block) for name, block in chosen}
@@ -107,24 +107,24 @@ def upcycle(
     return model
 
 
-def _check(family: Family, model: nn.Module, sparsity: Sparsity) -> None:
+def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str) -> None:
     """Refuses what cannot be made sparse, before anything is changed."""
     for index in sparsity.blocks:
         name, block = family.blocks(model)[index]
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
         reason = family.refusal(block)
-        reason = _defect(family, block, sparsity) if reason is None else reason
+        reason = _defect(family, block, sparsity, init) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
 
 
-def _defect(family: Family, block: nn.Module, sparsity: Sparsity) -> str | None:
+def _defect(family: Family, block: nn.Module, sparsity: Sparsity, init: str) -> str | None:
+    """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block)
-    try:
-        layer = sparsity.layer_like(ffn)
-    except ValueError as problem:
-        return str(problem)
+    layer = sparsity.layer_like(ffn)
+    if init == "dense":
+        refuse_equal_experts(layer, ffn)
     return ffn.defect() or (family.no_context(block) if needs_context(layer) else None)
 
 
@@ -159,7 +159,7 @@ def start_router(layer: Any, generator: torch.Generator | None) -> None:
 
 
 def _report(model: Any, errors: dict[str, float], *, measured: bool) -> None:
-    model.output_error = errors
+    model.output_error = {**getattr(model, "output_error", {}), **errors}
     if errors:
         listed = ", ".join(f"{name} {error:.3f}" for name, error in errors.items())
         tokens = "the calibration batches" if measured else "random tokens; pass calibration= for a better truncation"

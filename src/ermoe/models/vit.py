@@ -14,6 +14,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
+from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.rebuild import rebuild
 
@@ -33,6 +34,12 @@ class SparseVisionTransformer(VisionTransformer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if name in _OF_TIMM})
         sparse = {name: value for name, value in options.items() if name not in _OF_TIMM}
+        for name in ("init", "inplace"):
+            if name in sparse:
+                raise UserError(
+                    f"{name}={sparse[name]!r}: a model created by name starts afresh; to start from dense weights, use "
+                    "ermoe.upcycle on a dense timm model"
+                )
         upcycle(self, init="random", inplace=True, **sparse)
 
 
@@ -118,15 +125,26 @@ def test_ermoe_vit2(pretrained: bool = False, **options: Any) -> nn.Module:  # n
     return _create("test_ermoe_vit2", pretrained, size, options)
 
 
+_EXAMPLE = {
+    "family": "timm_vit",
+    "dense": {"architecture": "test_vit", "args": {}},
+    "sparsity": {"num_experts": 4},
+    "merged": False,
+}
+
+
 @register_model
-def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any], **options: Any) -> nn.Module:
-    """Any timm model that was made sparse, as `ermoe.save` describes it: the target of timm's ``local-dir:``."""
+def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any] = _EXAMPLE, **options: Any) -> nn.Module:
+    """Any timm model that was made sparse, as `ermoe.save` describes it: the target of timm's ``local-dir:``.
+
+    Without a description it is a very small one, because timm promises that every name it lists can be created.
+    """
 
     def build(**args: Any) -> nn.Module:
         dense = {**description["dense"], "args": {**description["dense"]["args"], **args}}
         return rebuild({**description, "dense": dense}, init="empty" if pretrained else "random")
 
-    return build_model_with_cfg(
+    model: Any = build_model_with_cfg(
         build,
         "ermoe_upcycled",
         pretrained,
@@ -134,3 +152,6 @@ def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any], **o
         feature_cfg={"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"},
         **options,
     )
+    # The model says what it is, not how it was found, so that it can be written down again.
+    model.pretrained_cfg["architecture"] = description["dense"]["architecture"]
+    return model

@@ -92,8 +92,9 @@ class ViT3D(nn.Module):
             raise UserError(f"volume_size={tuple(volume_size)}: need three positive numbers of voxels")
         if pos_embed not in ("learned", "sincos"):
             raise UserError(f"pos_embed={pos_embed!r}: use 'learned' or 'sincos'")
-        if global_pool not in ("token", "avg"):
-            raise UserError(f"global_pool={global_pool!r}: use 'token' or 'avg'")
+        if patch_size < 1:
+            raise UserError(f"patch_size={patch_size}: a cube has an edge of at least one voxel")
+        _check_pool(global_pool)
         self.config: dict[str, Any] = {
             "volume_size": list(volume_size),
             "patch_size": patch_size,
@@ -173,7 +174,7 @@ class ViT3D(nn.Module):
         cubes_BDxyz = self.patch_embed(pad_to_cubes(volume, self.patch_size))
         grid = cubes_BDxyz.shape[2:]
         x_BND = cubes_BDxyz.flatten(2).mT + self._positions(grid).to(cubes_BDxyz.dtype)
-        x_BND = torch.cat([self.cls_token.expand(len(volume), -1, -1), x_BND], dim=1)
+        x_BND = torch.cat([self.cls_token.expand(volume.shape[0], -1, -1), x_BND], dim=1)
         if mask is None:
             return x_BND, None
         return x_BND, F.pad(cubes_with_voxels(mask, self.patch_size).flatten(1), (1, 0), value=True)
@@ -220,10 +221,16 @@ class ViT3D(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new last layer."""
-        self.num_classes = num_classes
-        self.global_pool = self.global_pool if global_pool is None else global_pool
+        global_pool = self.global_pool if global_pool is None else global_pool
+        _check_pool(global_pool)
+        self.num_classes, self.global_pool = num_classes, global_pool
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.head.to(self.cls_token)
+
+
+def _check_pool(global_pool: str) -> None:
+    if global_pool not in ("token", "avg"):
+        raise UserError(f"global_pool={global_pool!r}: use 'token' or 'avg'")
 
 
 def pad_to_cubes(volume: Tensor, patch_size: int, value: float = 0.0) -> Tensor:

@@ -16,7 +16,7 @@ ROUNDINGS = ("ceil", "round")
 
 def places(
     num_tokens: int,
-    top_k: int,
+    top_k: float,
     num_experts: int,
     capacity_factor: float,
     multiple_of: int = 1,

@@ -50,12 +50,12 @@ class _OneExpert:
 
     def __init__(self) -> None:
         self.expert = 0
-        self._unbound: dict[int, tuple[Tensor, ...]] = {}
+        self._unbound: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def _own(self, stacked: Tensor) -> Tensor:
         if id(stacked) not in self._unbound:
-            self._unbound[id(stacked)] = stacked.unbind(0)
-        return self._unbound[id(stacked)][self.expert]
+            self._unbound[id(stacked)] = (stacked, stacked.unbind(0))  # an id is unique only while its tensor lives
+        return self._unbound[id(stacked)][1][self.expert]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         own = self._own(weight).t() if transposed else self._own(weight)

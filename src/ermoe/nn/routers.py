@@ -5,6 +5,7 @@ Letters: G groups (images) of S tokens, T = G·S tokens, D width, E experts, K e
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -19,10 +20,16 @@ _WEIGHT_FLOOR = 1e-3
 
 
 class Router(nn.Module, ABC):
-    """Decides which experts see which tokens. ``num_experts`` and ``needs_context`` are known before any forward."""
+    """Decides which experts see which tokens. All but the routing itself is known before any forward."""
 
     num_experts: int
     needs_context = False
+    shares_places = False  # whether, at inference, what a token gets depends on other images of its batch
+
+    @property
+    @abstractmethod
+    def experts_per_token(self) -> float:
+        """How many experts a token meets in the mean, without pruning and drops, which depend on the data."""
 
     @abstractmethod
     def forward(
@@ -41,6 +48,13 @@ def check_top_k(top_k: int, num_experts: int) -> None:
     """Raises a ValueError unless a token can have ``top_k`` of the experts."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: need 1 <= top_k <= num_experts={num_experts}")
+
+
+def _check_limits(threshold: float, capacity_factor: float | None) -> None:
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold={threshold}: need 0 <= threshold < 1 (the paper uses 0.5)")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(f"capacity_factor={capacity_factor}: use a positive number, or None for no limit")
 
 
 def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
@@ -73,12 +87,9 @@ class TopKRouter(Router):
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
-        if not 0 <= threshold < 1:
-            raise ValueError(f"threshold={threshold}: need 0 <= threshold < 1 (the paper uses 0.5)")
+        _check_limits(threshold, capacity_factor)
         if below_threshold not in ("fill", "prune"):
             raise ValueError(f"below_threshold={below_threshold!r}: use 'fill' (the paper's rule) or 'prune'")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"capacity_factor={capacity_factor}: use a positive number, or None for no limit")
         self.score = score
         self.balance = balance
         self.num_experts = num_experts
@@ -99,12 +110,30 @@ class TopKRouter(Router):
             self.balance.reset_parameters()
 
     def get_extra_state(self) -> Tensor:
-        """The threshold, which is chosen per layer when a model is calibrated, and so belongs to its weights."""
-        return torch.tensor(self.threshold, dtype=torch.float64)
+        """Threshold, capacity factor and routing rank: set per layer once it is built, they belong to its weights.
+
+        Infinity stands for no limit.
+        """
+        limits = [math.inf if limit is None else limit for limit in (self.capacity_factor, self.score.route_rank)]
+        return torch.tensor([self.threshold, *limits], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Takes the threshold from saved weights."""
-        self.threshold = float(state)
+        """Takes them from saved weights. A single number is the threshold; the others then stay as they are."""
+        if state.numel() not in (1, 3):
+            raise ValueError(f"a router has {state.numel()} saved settings: need threshold, capacity and routing rank")
+        threshold, *limits = state.flatten().tolist()
+        capacity_factor, route_rank = limits or (self.capacity_factor, self.score.route_rank)
+        _check_limits(threshold, capacity_factor)
+        if route_rank is not None and not route_rank >= 1:
+            raise ValueError(f"route_rank={route_rank}: at least one column of a basis routes")
+        self.threshold = threshold
+        self.capacity_factor = None if capacity_factor == math.inf else capacity_factor
+        self.score.route_rank = None if route_rank in (None, math.inf) else int(route_rank)
+
+    @property
+    def experts_per_token(self) -> int:
+        """K."""
+        return self.top_k
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"

@@ -50,7 +50,6 @@ class Score(nn.Module, ABC):
 
     needs_context = False
     needs_basis = False
-    square_basis_is_blind = False  # whether r = D makes the score equal over experts
 
     def __init__(self, route_rank: int | None = None) -> None:
         super().__init__()
@@ -97,7 +96,6 @@ class EigenbasisScore(Score):
 
     needs_context = True
     needs_basis = True
-    square_basis_is_blind = True
 
     def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
         """In [−1, 1]."""
@@ -142,7 +140,6 @@ class EnergyScore(Score):
     """‖Uᵀx‖ / ‖x‖: the share of a token that lies within an expert's subspace; needs no context."""
 
     needs_basis = True
-    square_basis_is_blind = True
 
     def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
         """In [0, 1]."""

@@ -153,6 +153,8 @@ def recipe_of(setup: Setup, variant: Variant, seed: int, data: Source) -> Recipe
     """The recipe of one run."""
     chosen = base_recipe(setup, variant.method)
     sparsity = None if chosen.sparsity is None else {**chosen.sparsity, **variant.sparsity}
+    if sparsity is not None and sparsity.get("experts") == "dense":  # plain weights have no rank
+        sparsity.pop("rank", None)
     epochs = epochs_of(setup, chosen, data)
     share = epochs / chosen.training.epochs
     budget = {"epochs": epochs, "warmup_epochs": share * chosen.training.warmup_epochs, "seed": seed}

@@ -29,10 +29,12 @@ _FORMAT = 1
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Model and optimiser as whole tensors on the CPU; under FSDP complete on the main process, called on all."""
-    return {
-        "model": get_model_state_dict(model, options=_WHOLE),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_WHOLE),
-    }
+    return {"model": whole_model(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=_WHOLE)}
+
+
+def whole_model(model: nn.Module) -> dict[str, Any]:
+    """The model alone, in the same way."""
+    return get_model_state_dict(model, options=_WHOLE)
 
 
 def scatter(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -44,17 +46,8 @@ def scatter(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str,
 
 def write(path: Path, state: dict[str, Any]) -> None:
     """Replaces the checkpoint at ``path``; whatever goes wrong, the one that was there stays."""
-    try:
-        with replacing(path) as draft:
-            torch.save({"format": _FORMAT, **state}, draft)
-    except UserError:
-        raise
-    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
-        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-        raise UserError(
-            f"the checkpoint {path} could not be written ({reason}): free some space and start the run again; it goes "
-            "on from the last checkpoint, which is intact"
-        ) from problem
+    with replacing(path) as draft:
+        torch.save({"format": _FORMAT, **state}, draft)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,17 +74,30 @@ def _meet(backend: str) -> None:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from srun's; nothing when srun did not start several tasks."""
-    if int(environment.get("SLURM_NTASKS", 1)) < 2 or "SLURM_PROCID" not in environment:
+    """torchrun's variables from srun's; nothing when srun did not start several tasks.
+
+    Those of a step count: a batch script has SLURM_NTASKS and SLURM_PROCID too, although it runs alone.
+    """
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
         return {}
     return {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"])),
         # Jobs that share a node must not share a port.
         "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 20_000)),
     }
+
+
+def _first_host(hosts: str) -> str:
+    """The host of task 0 in a list as SLURM writes it.
+
+    >>> _first_host("gpu[07-09,12],login"), _first_host("rack[1-2]n[3,5]-ib"), _first_host("a,b")
+    ('gpu07', 'rack1n3-ib', 'a')
+    """
+    first = re.split(r",(?![^\[]*\])", hosts)[0]  # at a comma outside of brackets
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
 
 
 def parallelise(model: nn.Module, group: Processes, how: str) -> nn.Module:

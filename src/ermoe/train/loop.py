@@ -8,12 +8,13 @@ run that was killed anywhere ends exactly as if nothing had happened.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,10 @@ def fit(
     found = run.open({**(config or {}), "training": asdict(settings)}, resume, group)
     trainer = _Trainer.build(task, settings, group, parallel, compile)
     where = trainer.restore(checkpoint.read(run.last)) if found else _Position()
-    steps_per_epoch = task.steps_per_epoch
-    figures = where.figures
-    with Log(
-        run,
-        is_main=group.is_main,
-        total_steps=settings.epochs * steps_per_epoch,
-        first_step=where.epoch * steps_per_epoch + where.step,
-        batch_size=settings.batch_size,
-        console=console,
-    ) as log:
+    steps_per_epoch, figures = task.steps_per_epoch, where.figures
+    first_step, total_steps = where.epoch * steps_per_epoch + where.step, settings.epochs * steps_per_epoch
+    log = Log(run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=console)
+    with run.guarded(), log:
         for epoch in range(where.epoch, settings.epochs):
             first_step = where.step if epoch == where.epoch else 0
             for step, parts in enumerate(task.batches(epoch, first_step), first_step):
@@ -89,9 +84,13 @@ def fit(
                 logs = now % settings.log_every == 0
                 line = trainer.step(parts, epoch, step, watch=logs)
                 if logs:
-                    log.write(now, "train", trainer.agree(line))
+                    log.write(now, "train", trainer.agree(line, now))
                 log.step(now)
-                if settings.save_every and (step + 1) % settings.save_every == 0 and step + 1 < steps_per_epoch:
+                ends = step + 1 == steps_per_epoch
+                saves = settings.save_every > 0 and (step + 1) % settings.save_every == 0
+                if ends or saves:
+                    trainer.check_weights(now)
+                if saves and not ends:
                     trainer.save(run, _Position(epoch, step + 1, where.best, figures))
             if settings.retract:
                 retract(task.model)
@@ -110,11 +109,7 @@ class _Position:
     epoch: int = 0
     step: int = 0
     best: float = -math.inf
-    figures: dict[str, float] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.figures is None:
-            object.__setattr__(self, "figures", {})
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -134,6 +129,8 @@ class _Trainer:
     def build(cls, task: Task, settings: Training, group: Processes, parallel: str, compile: bool) -> _Trainer:
         if settings.precision == "fp16" and parallel == "fsdp" and group.num > 1:
             raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
+        if group.is_main and settings.warmup_epochs > settings.epochs:
+            _warn_of_warmup(settings)
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -197,17 +194,19 @@ class _Trainer:
     def _clip(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         limit = self.settings.clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.task.model.parameters(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return _whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
 
-    def agree(self, line: dict[str, Tensor | float]) -> dict[str, float]:
+    def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
         """The figures of a step as all processes know them; stops a run whose loss is no longer a number."""
         loss = sum_over_processes(torch.as_tensor(line["loss"]).double()) / self.group.num
         if not bool(loss.isfinite()):
-            raise UserError(
-                f"the loss is {loss.item()}: lower base_lr, set clip or use fp32; the last checkpoint is intact"
-            )
+            raise _diverged(f"the loss is {loss.item()} at step {step}")
         return {name: float(value) for name, value in {**line, "loss": loss}.items()}
+
+    def check_weights(self, step: int) -> None:
+        """Stops a run whose weights are no longer numbers, before they are retracted, evaluated or saved."""
+        if not bool(_whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
+            raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
     def evaluate(self) -> dict[str, float]:
         """The task's figures, of the averaged weights if there are any."""
@@ -231,12 +230,12 @@ class _Trainer:
             model = self._whole_model()
             if self.group.is_main:
                 for folder in folders:
-                    _save_model(model, folder)
+                    save(model, folder)
 
     def _whole_model(self) -> nn.Module:
         if self.skeleton is self.task.model:
             return self.skeleton
-        state = checkpoint.gather(self.task.model, self.optimizer)["model"]
+        state = checkpoint.whole_model(self.task.model)
         if self.group.is_main:
             load_state(self.skeleton, state, source="the shards of this run")
         return self.skeleton
@@ -277,13 +276,20 @@ def _watching(model: nn.Module, wanted: bool) -> Iterator[dict[str, float]]:
             figures[name] = summarise(values)
 
 
-def _save_model(model: nn.Module, folder: Path) -> None:
-    try:
-        save(model, folder)
-    except UserError:
-        raise
-    except (OSError, RuntimeError) as problem:
-        raise UserError(
-            f"the model could not be written to {folder} ({problem}): free some space and start the run again; it goes "
-            "on from its last checkpoint"
-        ) from problem
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _diverged(finding: str) -> UserError:
+    return UserError(
+        f"{finding}: start a new run folder with a lower base_lr, with clip or in fp32; from its last checkpoint this "
+        "run would go the same way again"
+    )
+
+
+def _warn_of_warmup(settings: Training) -> None:
+    logging.getLogger("ermoe").warning(
+        "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower warmup_epochs",
+        settings.warmup_epochs,
+        settings.epochs,
+    )

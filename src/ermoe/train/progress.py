@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ermoe.train.board import Board
 from ermoe.train.run_folder import RunFolder, append_line, forget_lines_after
 
 _SHOWN = {
@@ -28,31 +28,34 @@ class Log:
     def __init__(
         self,
         run: RunFolder,
-        *,
         is_main: bool,
-        total_steps: int,
         first_step: int,
+        total_steps: int,
+        *,
         batch_size: int,
-        console: Console | None,
+        console: Console | None = None,
     ) -> None:
         self.run = run
         self.is_main = is_main
+        self.first_step = first_step
+        self.total_steps = total_steps
         self.batch_size = batch_size
         self._shown: dict[str, float] = {}
-        self._start = (time.perf_counter(), first_step)
+        self._began = time.perf_counter()
         if not is_main:
             return
-        forget_lines_after(run.metrics, first_step)
-        forget_lines_after(run.timing, first_step)
+        self._board = Board(run.folder, first_step)
+        self._console = console = Console(stderr=True) if console is None else console
+        # A bar needs a terminal or a notebook; a log file gets a line an epoch instead.
+        self._has_bar = console.is_terminal or console.is_jupyter
         columns = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
-        self._progress = Progress(
-            *columns, console=console or Console(stderr=True), disable=console is not None and console.quiet
-        )
+        self._progress = Progress(*columns, console=console, disable=console.quiet or not self._has_bar)
         self._bar = self._progress.add_task("", total=total_steps, completed=first_step, figures="")
-        self._board = _board(run, first_step)
 
     def __enter__(self) -> Log:
         if self.is_main:
+            forget_lines_after(self.run.metrics, self.first_step)
+            forget_lines_after(self.run.timing, self.first_step)
             self._progress.start()
         return self
 
@@ -61,7 +64,6 @@ class Log:
     ) -> None:
         if self.is_main:
             self._progress.stop()
-            self._board.close()
 
     def step(self, step: int) -> None:
         """Moves the bar."""
@@ -73,24 +75,24 @@ class Log:
         if not self.is_main:
             return
         append_line(self.run.metrics, {"step": step, "kind": kind, **figures})
-        elapsed = time.perf_counter() - self._start[0]
-        speed = (step - self._start[1]) * self.batch_size / elapsed
+        elapsed, speed = self._pace(step)
         append_line(
             self.run.timing, {"step": step, "kind": kind, "images_per_second": round(speed, 2), "seconds": elapsed}
         )
-        for name, value in {**figures, "images_per_second": speed}.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        written = {**figures, "images_per_second": speed}
+        self._board.write(step, {f"{kind}/{name}": value for name, value in written.items()})
         self._shown |= {name: value for name, value in figures.items() if name in _SHOWN}
+        if kind == "test" and not self._has_bar:
+            line = f"step {step} of {self.total_steps}: {self._figures(step)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _figures(self, step: int) -> str:
-        elapsed = time.perf_counter() - self._start[0]
         shown = [
             f"{label} {self._shown[name]:{style}}" for name, (label, style) in _SHOWN.items() if name in self._shown
         ]
-        return "  ".join([*shown, f"{(step - self._start[1]) * self.batch_size / elapsed:.0f} images/s"])
+        return "  ".join([*shown, f"{self._pace(step)[1]:.0f} images/s"])
 
-
-def _board(run: RunFolder, first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run.folder), purge_step=first_step)
+    def _pace(self, step: int) -> tuple[float, float]:
+        """Seconds since the start of this process's part of the run, and images a second in it."""
+        elapsed = time.perf_counter() - self._began
+        return elapsed, (step - self.first_step) * self.batch_size / elapsed

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import UnwritableError, append, remove_drafts, replacing
 from ermoe.train.distributed import Processes, wait_for_all
 
 RESUME = ("auto", "never", "must")
+# How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
+_NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
+_COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
 
 
 class RunFolder:
@@ -43,17 +47,35 @@ class RunFolder:
                 f"{self.folder} holds a run already: choose another folder, or --resume auto to go on with it"
             )
         wait_for_all()
-        if group.is_main and not self.config.is_file():
-            self._write_config(config)
+        if group.is_main:
+            self._claim(config)
         wait_for_all()
         return self.last.is_file()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Says what the disk refuses of the run's files in one sentence, and what becomes of the run."""
+        try:
+            yield
+        except UnwritableError as problem:
+            raise UserError(self._how_to_go_on(problem)) from problem
+        except OSError as problem:
+            if not str(problem.filename).startswith(str(self.folder)):
+                raise
+            raise UserError(self._how_to_go_on(UnwritableError(Path(problem.filename), problem))) from problem
+
+    def _how_to_go_on(self, problem: UnwritableError) -> str:
+        exists = self.last.is_file()
+        then = "it goes on from its last checkpoint, which is intact" if exists else "it has no checkpoint yet"
+        stopped = f"{problem.path} cannot be written: {problem.reason}"
+        return f"{stopped}; {problem.remedy} and start the run again: {then}"
 
     def _check_same(self, config: dict[str, Any]) -> None:
         if not self.config.is_file():
             return
         try:
-            earlier = json.loads(self.config.read_text())
-        except ValueError as problem:
+            earlier = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
             raise UserError(f"{self.config} is damaged: choose another folder, or remove this one") from problem
         if changed := differences(earlier, config):
             raise UserError(
@@ -61,18 +83,16 @@ class RunFolder:
                 + "\n  ".join(changed)
             )
 
-    def _write_config(self, config: dict[str, Any]) -> None:
-        try:
+    def _claim(self, config: dict[str, Any]) -> None:
+        for folder in (self.folder, self.last.parent, self.final, *self.last.parent.glob("*/")):
+            remove_drafts(folder)
+        if not self.config.is_file():
             with replacing(self.config) as draft:
-                draft.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
-        except UserError:
-            raise
-        except OSError as problem:
-            raise UserError(f"{self.folder} cannot be written: {problem.strerror}; choose another folder") from problem
+                draft.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every setting that differs, one line each.
+    """Every setting that differs and matters, one line each.
 
     >>> differences({"a": {"lr": 1, "b": 2}}, {"a": {"lr": 3, "b": 2}})
     ['a.lr: 1 there, 3 asked for']
@@ -82,35 +102,39 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], prefix: str = "") 
         before, after = earlier.get(name), now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{name}.")
-        elif before != after:
+        elif f"{prefix}{name}" not in _NOT_COMPARED and _identity(name, before) != _identity(name, after):
             lines.append(f"{prefix}{name}: {before} there, {after} asked for")
     return lines
 
 
+def _identity(name: str, value: Any) -> Any:
+    return Path(value).name if name in _COMPARED_BY_FILE_NAME and value is not None else value
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Adds one line of JSON in one write, so that a kill leaves at most one incomplete line, the last."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, (json.dumps(record, ensure_ascii=False) + "\n").encode())
-        finally:
-            os.close(descriptor)
-    except OSError as problem:
-        raise UserError(
-            f"{path} cannot be written: {problem.strerror}; free some space or choose another folder, then start the "
-            "run again: it goes on from its last checkpoint"
-        ) from problem
+    """Adds one line of JSON; a kill leaves at most one incomplete line, the last."""
+    append(path, (json.dumps(record, ensure_ascii=False) + "\n").encode())
 
 
 def forget_lines_after(path: Path, step: int) -> None:
     """Drops what a killed run wrote after the checkpoint from which it goes on, and an incomplete last line."""
-    if path.is_file():
-        kept = [line for line in read_lines(path) if line["step"] <= step]
+    if not path.is_file():
+        return
+    kept = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in read_lines(path) if line["step"] <= step)
+    if kept.encode() != path.read_bytes():
         with replacing(path) as draft:
-            draft.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+            draft.write_text(kept, encoding="utf-8")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file of JSON lines."""
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is not complete
+    """All complete lines of a file of JSON lines; the last one may be torn."""
+    *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline is not complete
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as problem:
+            if number == len(lines):
+                break
+            raise UserError(f"{path} is damaged in line {number}: remove that line") from problem
+    return records

@@ -8,6 +8,7 @@ import torch
 from data.captions import layouts
 from ermoe.data.captions.catalogue import open_captions
 from ermoe.data.captions.ids import id_hash, id_hashes, named_id
+from ermoe.errors import UserError
 
 
 def check(captions, num_images, num_texts):
@@ -92,6 +93,17 @@ def test_webdataset_shards(tmp_path):
     check(captions, 3, 6)
     assert captions.texts_of(2) == layouts.captions_of(2, 3)
     assert len(open_captions(tmp_path, split="all")) == 7
+
+
+def test_shards_named_by_a_word_and_archives_that_are_none(tmp_path):
+    layouts.shards(tmp_path, "coco-test")
+    layouts.shards(tmp_path / "training", "a")
+    (tmp_path / "backup.tar").touch()
+    check(open_captions(tmp_path, split="test"), 3, 6)
+    with pytest.raises(UserError, match="none for train"):
+        open_captions(tmp_path, split="train")
+    layouts.shards(tmp_path / "train", "a", count=4)
+    assert len(open_captions(tmp_path, split="train")) == 4
 
 
 def test_an_image_without_a_telling_name_is_known_by_its_bytes(tmp_path):

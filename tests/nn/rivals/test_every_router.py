@@ -279,6 +279,8 @@ def test_ablations_of_the_paper_are_options():
 class RoundRobinRouter(Router):
     """Token t goes to expert (t + first) mod E."""
 
+    experts_per_token = 1
+
     def __init__(self, dim, *, num_experts=8, first=0, generator=None, device=None, dtype=None):
         super().__init__()
         self.num_experts, self.first = num_experts, first

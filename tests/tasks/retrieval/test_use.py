@@ -161,7 +161,7 @@ def test_training_on_the_command_line(place, tmp_path, capsys):
         "train",
         "tiny-v-moe",
         str(place / "flickr"),
-        "--run",
+        "--out",
         str(tmp_path / "run"),
         "--epochs",
         "1",

@@ -12,8 +12,8 @@ from ermoe.data.captions import coco, tables, webdataset
 from ermoe.data.captions.ids import bytes_id, id_hash, named_id
 from ermoe.data.captions.protocols import Protocol, protocol_of
 from ermoe.data.captions.schema import Annotation, CaptionSet
-from ermoe.data.captions.text_files import read_text
 from ermoe.data.images import Images, ImagesInFiles
+from ermoe.data.reading import naming_what_cannot_be_read, read_bytes, read_text
 from ermoe.errors import UserError
 
 _BELOW = ("", "annotations", "Flickr8k_text", "karpathy")
@@ -43,8 +43,11 @@ def open_captions(
     not one of the usual ones. Every image that is listed must be there, every caption must say something, and the
     numbers of both must be the protocol's.
     """
-    place = Path(place).expanduser()
-    chosen = protocol_of(protocol, split)
+    with naming_what_cannot_be_read():
+        return _at(Path(place).expanduser(), protocol_of(protocol, split), split, images)
+
+
+def _at(place: Path, chosen: Protocol, split: str, images: str | os.PathLike[str] | None) -> CaptionSet:
     pictures: Images
     if not place.exists():
         raise UserError(f"{place} does not exist: name the folder of a data set, or a caption file")
@@ -184,4 +187,4 @@ def _image_folder(annotations: list[Annotation], path: Path, place: Path, given:
 
 
 def _ids(root: Path, files: Sequence[str]) -> list[str]:
-    return [named_id(file) or bytes_id((root / file).read_bytes()) for file in files]
+    return [named_id(file) or bytes_id(read_bytes(root / file)) for file in files]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ermoe.data.captions.schema import Annotation
-from ermoe.data.captions.text_files import checked_caption, read_text
+from ermoe.data.captions.text_files import checked_caption
 from ermoe.data.folders import SUFFIXES
+from ermoe.data.reading import read_text
 from ermoe.errors import UserError
 
 _TOKEN = re.compile(r"^(?P<file>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)$")

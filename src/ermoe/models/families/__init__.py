@@ -78,6 +78,18 @@ def family_of(model: nn.Module) -> Family:
     )
 
 
+def family_named(name: str) -> Family:
+    """The adapter of the name that a saved model gives.
+
+    >>> family_named("timm_vit").__name__
+    'ermoe.models.families.timm_vit'
+    """
+    modules = {path.rpartition(".")[2]: module for module, path in FAMILIES.items()}
+    if name not in modules:
+        raise UserError(f"config.json names the unknown backbone family {name!r}: ermoe knows {', '.join(modules)}")
+    return _adapter(modules[name])
+
+
 def _adapter(module: str) -> Any:
     try:
         return import_module(FAMILIES[module])

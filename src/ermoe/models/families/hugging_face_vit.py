@@ -35,7 +35,10 @@ class SparseViTLayer(SparseBlock, ViTLayer):
         # The eager implementation shows its weights, after dropout, and so does output_attentions=True.
         if not self.needs_weights or (attn.config._attn_implementation == "eager" and dropout == 0):
             attended, weights_BhNN = attn(x_BND, mask, **kwargs)
-            return attended, weights_BhNN.mean(1) if self.needs_weights else None
+            if not self.needs_weights:
+                return attended, None
+            alpha_BNN = weights_BhNN.mean(1)
+            return attended, alpha_BNN if self.context_grad else alpha_BNN.detach()
         q, k, v = (
             projection(x_BND).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
             for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -95,5 +98,10 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
     name = description["class"]
     if name not in modeling_vit.__all__:
         raise UserError(f"{name} is none of transformers' ViT classes: {', '.join(modeling_vit.__all__)}")
+    config = ViTConfig.from_dict(description["config"])
+    if config._attn_implementation not in (None, "eager", "sdpa"):  # any other name may be that of a repository
+        raise UserError(
+            f"attn_implementation={config._attn_implementation!r}: write 'eager' or 'sdpa' into config.json"
+        )
     with torch.device(device):
-        return getattr(modeling_vit, name)(ViTConfig.from_dict(description["config"]))
+        return getattr(modeling_vit, name)(config)

@@ -26,7 +26,7 @@ def _rate(module: nn.Module | None) -> float:
     """A dropout rate, whatever it drops."""
     for name in ("drop_prob", "prob", "p"):
         if hasattr(module, name):
-            return round(float(getattr(module, name)), 6)  # timm spaces rates in float32
+            return float(f"{getattr(module, name):.6g}")  # timm spaces rates in float32
     return 0.0
 
 
@@ -37,6 +37,16 @@ def _mlp_ratio(model: Any) -> float:
     # VisionTransformer counts both halves of a packed gate as hidden width, Eva counts one.
     packed = isinstance(model, VisionTransformer) and isinstance(network, GluMlp)
     return (2 if packed else 1) * ffn.hidden_dim / ffn.dim
+
+
+def _rope(name: str) -> Callable[[Any], Any]:
+    """A reader of rotary positions; None for models, and for kinds of rotation, that have no such property."""
+
+    def read(model: Any) -> Any:
+        value = getattr(getattr(model, "rope", None), name, None)
+        return list(value) if isinstance(value, tuple) else value
+
+    return read
 
 
 # Argument of timm.create_model -> how to read it off a model.
@@ -51,6 +61,16 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "num_heads": lambda m: m.blocks[0].attn.num_heads,
     "mlp_ratio": _mlp_ratio,
     "dynamic_img_size": lambda m: m.dynamic_img_size,
+    "dynamic_img_pad": lambda m: m.patch_embed.dynamic_img_pad,
+    "pool_include_prefix": lambda m: getattr(m, "pool_include_prefix", False),
+    "rope_temperature": _rope("temperature"),
+    "rope_grid_offset": _rope("grid_offset"),
+    "rope_grid_indexing": _rope("grid_indexing"),
+    "rope_shift_coords": _rope("shift_coords"),
+    "rope_jitter_coords": _rope("jitter_coords"),
+    "rope_rescale_coords": _rope("rescale_coords"),
+    "ref_feat_shape": _rope("ref_feat_shape"),
+    "rope_rotate_half": lambda m: getattr(m.blocks[0].attn, "rotate_half", False),
     "drop_rate": lambda m: _rate(m.head_drop),
     "pos_drop_rate": lambda m: _rate(m.pos_drop),
     "patch_drop_rate": lambda m: _rate(m.patch_drop),
@@ -78,6 +98,9 @@ def describe(model: Any) -> dict[str, Any]:
 
 def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
     """The model a description means, freshly initialised."""
+    architecture = description["architecture"]
+    if ":" in architecture:
+        raise UserError(f"{architecture!r} is the address of another model: name an architecture in config.json")
     forbidden = _FORBIDDEN & set(description["args"])
     if forbidden:
         raise UserError(f"a saved model may not set {', '.join(sorted(forbidden))}: remove it from config.json")
@@ -85,7 +108,7 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
         name: tuple(value) if isinstance(value, list) else value for name, value in description["args"].items()
     }
     with torch.device(device):
-        return timm.create_model(description["architecture"], **args)
+        return timm.create_model(architecture, **args)
 
 
 def num_tokens(model: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,13 +55,14 @@ def image_size(model: Any) -> tuple[int, ...]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class and the arguments of its constructor."""
+    """The class and the arguments of its constructor, those that can be changed as they are now."""
     if not hasattr(model, "config"):
         raise UserError(
             f"this {type(model).__name__} was built from a network of your own and cannot be written down: build it "
             "with ermoe.models.baselines.image_level.image_level, or save its state_dict"
         )
-    return {"class": type(model).__name__, **model.config, "num_classes": model.num_classes}
+    now = {name: getattr(model, name) for name in inspect.signature(type(model)).parameters if hasattr(model, name)}
+    return {"class": type(model).__name__, **model.config, **now, "num_classes": model.num_classes}
 
 
 def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:

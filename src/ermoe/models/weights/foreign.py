@@ -6,6 +6,7 @@ kept, and in Google's files in the order of axes.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -70,6 +71,17 @@ _GOOGLE: Translation = (
     (r"/bias$", ".bias"),
 )
 
+# Names of Flax's weights -> their number of axes, and how they become torch's.
+_FLAX_AXES: tuple[tuple[str, int, Callable[[Tensor], Tensor]], ...] = (
+    (r"^embedding/kernel$", 4, lambda t: t.permute(3, 2, 0, 1)),  # height, width, in, out
+    (r"/out/kernel$", 3, lambda t: t.flatten(0, 1).t()),  # heads, head width, out
+    (r"/(query|key|value)/kernel$", 3, lambda t: t.flatten(1).t()),  # in, heads, head width
+    (r"/(query|key|value)/bias$", 2, lambda t: t.flatten()),  # heads, head width
+    (r"/kernel$", 2, lambda t: t.t()),  # in, out
+)
+# Weights of a ViT that can be resized -> the axes in which their size may differ.
+_SIZED_AXES = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}
+
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Fit:
     """Loads a checkpoint file into a dense backbone, whoever wrote it, and says how it fitted.
@@ -117,15 +129,12 @@ def _from_google(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _axes_like_torch(name: str, tensor: Tensor) -> Tensor:
-    if name == "embedding/kernel":  # height, width, in, out
-        return tensor.permute(3, 2, 0, 1).contiguous()
-    if name.endswith("/out/kernel"):  # heads, head width, out
-        return tensor.flatten(0, 1).t().contiguous()
-    if name.endswith(("/query/kernel", "/key/kernel", "/value/kernel")):  # in, heads, head width
-        return tensor.flatten(1).t().contiguous()
-    if name.endswith(("/query/bias", "/key/bias", "/value/bias")):
-        return tensor.flatten()
-    return tensor.t().contiguous() if name.endswith("/kernel") else tensor
+    for pattern, num_axes, turned in _FLAX_AXES:
+        if re.search(pattern, name):
+            if tensor.dim() != num_axes:
+                raise UserError(f"the checkpoint's {name} has shape {tuple(tensor.shape)}: need {num_axes} axes")
+            return turned(tensor).contiguous()
+    return tensor
 
 
 def _join_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,6 +144,9 @@ def _join_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
             names = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
             if not all(part in state for part in names):
                 raise UserError(f"the checkpoint has {name} without its keys or values: it is incomplete")
+            shapes = {state[part].shape for part in names}
+            if len(shapes) > 1 or not state[name].dim():
+                raise UserError(f"the checkpoint's {name} and its keys and values are of different shapes")
             joined[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([state[part] for part in names])
     return joined
 
@@ -148,7 +160,7 @@ def fit_sizes(state: dict[str, Tensor], model: VisionTransformer) -> tuple[dict[
     state, resized = dict(state), []
     own = model.state_dict()
     for name, resize in resizers.items():
-        if name in state and name in own and state[name].shape != own[name].shape:
+        if name in state and name in own and _is_resizable(state[name], own[name], _SIZED_AXES[name]):
             fitting = resize(state[name])
             if fitting.shape == own[name].shape:
                 state[name] = fitting
@@ -156,8 +168,19 @@ def fit_sizes(state: dict[str, Tensor], model: VisionTransformer) -> tuple[dict[
     return state, tuple(resized)
 
 
+def _is_resizable(tensor: Tensor, own: Tensor, axes: tuple[int, ...]) -> bool:
+    """Whether a weight differs from the model's own in these axes only."""
+    if tensor.dim() != own.dim() or not tensor.is_floating_point() or not tensor.numel():
+        return False
+    different = {axis for axis in range(own.dim()) if tensor.shape[axis] != own.shape[axis]}
+    return bool(different) and different <= set(axes)
+
+
 def _resize_positions(positions: Tensor, model: VisionTransformer) -> Tensor:
     num_prefix_tokens = 0 if model.no_embed_class else model.num_prefix_tokens
+    num_patches = positions.shape[1] - num_prefix_tokens
+    if num_patches < 1 or math.isqrt(num_patches) ** 2 != num_patches:
+        return positions  # not those of a square image: they are reported as they are
     return resample_abs_pos_embed(
         positions, new_size=list(model.patch_embed.grid_size), num_prefix_tokens=num_prefix_tokens
     )

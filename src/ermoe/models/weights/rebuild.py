@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import timm
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.models.families import FAMILIES, Family, family_of
+from ermoe.models.families import family_named, family_of
 from ermoe.models.merge import merge
-from ermoe.models.sparse_block import SparseBlock
 from ermoe.models.upcycle import upcycle
+from ermoe.models.weights.compare import difference
 from ermoe.nn import Balance
 
 
@@ -30,11 +29,13 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "sparsity": None if sparsity is None else sparsity.as_options(),
         "merged": sparsity is not None and sparsity.merged,
     }
-    difference = _difference(model, rebuild(description, device="meta"))
-    if difference is not None:
+    rebuilt = rebuild(description, device="meta").to(next(model.parameters()).dtype)
+    lost = difference(model, rebuilt)
+    if lost is not None:
         raise UserError(
-            f"this {type(model).__name__} cannot be written down: {difference}; create it with timm.create_model, by "
-            "torchvision's or by transformers' own functions, and change only arguments that change it as a whole"
+            f"this {type(model).__name__} cannot be written down: {lost}; create it with timm.create_model, by "
+            "torchvision's or by transformers' own functions, make it sparse with ermoe.upcycle, and change only "
+            "arguments of these"
         )
     return description
 
@@ -42,7 +43,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 def rebuild(description: dict[str, Any], *, device: str = "cpu", init: str = "empty") -> nn.Module:
     """The model a description means: freshly initialised (``init="random"``), or about to be given its weights."""
     dense, sparsity = description["dense"], description["sparsity"]
-    family = _family(description["family"])
+    family = family_named(description["family"])
     if sparsity is None:
         return family.build(dense, device=device)
     if is_registered(dense):
@@ -61,38 +62,7 @@ def is_registered(dense: dict[str, Any]) -> bool:
     return "ermoe" in dense.get("architecture", "") and timm.is_model(dense["architecture"])
 
 
-def _family(name: str) -> Family:
-    adapters = {path.rpartition(".")[2]: path for path in FAMILIES.values()}
-    if name not in adapters:
-        raise UserError(f"config.json names the unknown backbone family {name!r}: ermoe knows {', '.join(adapters)}")
-    adapter: Any = import_module(adapters[name])
-    return adapter
-
-
 def _clear_balances(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Balance):
             module.reset_parameters()
-
-
-def _difference(model: nn.Module, rebuilt: nn.Module) -> str | None:
-    """The first module in which two models differ, outside of expert layers, whose settings are written down whole."""
-    mine, theirs = _layout(model), _layout(rebuilt)
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
-            before, after = mine.get(name, "absent"), theirs.get(name, "absent")
-            return f"{name or 'the model'} is {before}, and would come back as {after}"
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, tensor in rebuilt.state_dict().items():
-        if shapes.get(name) != tuple(tensor.shape):
-            return f"{name} has shape {shapes.get(name)}, and would come back with {tuple(tensor.shape)}"
-    return None
-
-
-def _layout(model: nn.Module) -> dict[str, str]:
-    expert_layers = tuple(f"{name}.mlp" for name, module in model.named_modules() if isinstance(module, SparseBlock))
-    return {
-        name: f"{type(module).__name__}({module.extra_repr()})"
-        for name, module in model.named_modules()
-        if not any(name == layer or name.startswith(f"{layer}.") for layer in expert_layers)
-    }

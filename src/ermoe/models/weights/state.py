@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
+from ermoe.models.weights.checkpoints import first_line
 
 _LISTED = 6
+_CHECKS_ITSELF = "_extra_state"  # torch's name for what a module reads with a method of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +32,46 @@ def load_state(
     strict: bool = True,
     resized: tuple[str, ...] = (),
 ) -> Fit:
-    """Copies ``state`` into ``model``. Unless ``strict`` is off, a name or shape that does not fit is an error.
+    """Copies ``state`` into ``model``. Unless ``strict`` is off, a name, shape or type that does not fit is an error.
 
-    A tensor of the wrong shape counts as missing and unexpected at once.
+    A tensor of the wrong shape counts as missing and unexpected at once, and so does one of a type that would lose
+    something, like complex numbers for real ones.
     """
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong = {name for name in wanted.keys() & state.keys() if wanted[name] != state[name].shape}
+    wanted = model.state_dict()
+    shared = {name: state[name] for name in wanted if name in state and not name.endswith(_CHECKS_ITSELF)}
+    shapes = {
+        name: f"{name} {tuple(tensor.shape)} instead of {tuple(wanted[name].shape)}"
+        for name, tensor in shared.items()
+        if tensor.shape != wanted[name].shape
+    }
+    types = {
+        name: f"{name} {tensor.dtype} instead of {wanted[name].dtype}"
+        for name, tensor in shared.items()
+        if name not in shapes and not torch.can_cast(tensor.dtype, wanted[name].dtype)
+    }
+    wrong = shapes.keys() | types.keys()
     fit = Fit(
         missing=tuple(sorted(wanted.keys() - state.keys() | wrong)),
         unexpected=tuple(sorted(state.keys() - wanted.keys() | wrong)),
         resized=resized,
     )
     if strict and (fit.missing or fit.unexpected):
-        shapes = {name: f"{name} {tuple(state[name].shape)} instead of {tuple(wanted[name])}" for name in wrong}
-        raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes)}")
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
     fitting = {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}
-    model.load_state_dict(fitting, strict=False)
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
     return fit
 
 
-def _explain(fit: Fit, shapes: dict[str, str]) -> str:
+def _explain(fit: Fit, shapes: dict[str, str], types: dict[str, str]) -> str:
     parts = []
-    if shapes:
-        parts.append(f"wrong shape {_listed(list(shapes.values()))}")
+    for what, wrong in (("shape", shapes), ("type", types)):
+        if wrong:
+            parts.append(f"wrong {what} {_listed(list(wrong.values()))}")
     for what, names in (("missing", fit.missing), ("unexpected", fit.unexpected), ("resized", fit.resized)):
-        names = tuple(name for name in names if name not in shapes)
+        names = tuple(name for name in names if name not in shapes and name not in types)
         if names:
             parts.append(f"{what} {_listed(names)}")
     return "; ".join(parts)

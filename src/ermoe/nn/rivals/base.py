@@ -35,6 +35,8 @@ class BaseRouter(Router):
     [5, 5, 5, 5]
     """
 
+    experts_per_token = 1
+
     def __init__(
         self,
         dim: int,

@@ -69,6 +69,11 @@ class ExpertChoiceRouter(Router):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
+    @property
+    def experts_per_token(self) -> float:
+        """In the mean; places are whole, so a few more than f."""
+        return min(self.capacity_factor, self.num_experts)
+
     def extra_repr(self) -> str:
         return f"capacity_factor={self.capacity_factor}, capacity_multiple={self.capacity_multiple}"
 

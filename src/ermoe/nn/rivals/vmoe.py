@@ -92,6 +92,11 @@ class VMoERouter(RouterWithLoss):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
+    @property
+    def experts_per_token(self) -> int:
+        """K."""
+        return self.top_k
+
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, capacity_factors={self.capacity_factors}, group_size={self.group_size}"
 
@@ -99,6 +104,11 @@ class VMoERouter(RouterWithLoss):
     def capacity_factor(self) -> float | None:
         """The one in force: of training, or of evaluation."""
         return self.capacity_factors[0 if self.training else 1]
+
+    @property
+    def shares_places(self) -> bool:  # type: ignore[override]
+        """At inference, images of a group compete for the same places."""
+        return self.group_size > 1 and self.capacity_factors[1] is not None
 
     def forward(
         self,
@@ -108,7 +118,8 @@ class VMoERouter(RouterWithLoss):
         basis_EDR: Tensor | None = None,
     ) -> Routing:
         num_images, tokens_per_image = x_GSD.shape[:2]
-        images = _images_per_group(num_images, self.group_size)
+        is_grouped = self.training or self.shares_places  # if not, nothing depends on the group
+        images = _images_per_group(num_images, self.group_size) if is_grouped else 1
         shape_GS = (num_images // images, images * tokens_per_image)
         clean_GSE = self.gate(x_GSD).view(*shape_GS, self.num_experts)
         mask_GS = None if mask_GS is None else mask_GS.reshape(shape_GS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ _OVER_LAYERS: dict[
     "near_zero_rate": max,
     "drop_rate": max,
 }
+_PROBE_IMAGES = 256
+_PROBE_TOKENS = 2**16
 
 
 class Classification:
@@ -70,6 +73,9 @@ class Classification:
             **place,
         )
         self.test_loader = Loader(test, transform_for(model), batch_size=settings.batch_size, **place)
+        # Drawn by a hash and read whole by every process: class folders come sorted, and a rank has only its share.
+        drawn = Order(len(test), min(settings.batch_size, _PROBE_IMAGES, len(test)), seed=0)
+        self._probe_loader = Loader(test, transform_for(model), drawn, device=group.device)
         self._probe: dict[str, Tensor] = {}
 
     @property
@@ -82,7 +88,7 @@ class Classification:
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy; of a mixed image, that of both labels in proportion."""
-        logit_BC = network(_as_model(self.model, batch.image))
+        logit_BC = network(as_model(self.model, batch.image))
         if batch.other_label is None or batch.share is None:
             return F.cross_entropy(logit_BC, batch.label, label_smoothing=self.label_smoothing)
         smooth: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "none"}
@@ -98,18 +104,29 @@ class Classification:
         return figures | self._routing(recorder)
 
     def _routing(self, recorder: RoutingRecorder) -> dict[str, float]:
-        probe = {name: tally.probe().cpu() for name, tally in recorder.tallies.items()}
         layers = recorder.reduce().summary()
         figures = over_layers(layers)
-        if self._probe:
-            figures["fluctuation"] = sum(_changed(self._probe[name], probe[name]) for name in probe) / len(probe)
+        probe = self._experts_of_probe()
+        if all(name in self._probe and self._probe[name].shape == used.shape for name, used in probe.items()):
+            figures["fluctuation"] = statistics.fmean(_changed(self._probe[name], probe[name]) for name in probe)
         self._probe = probe
         for layer, measured in layers.items():
             figures |= {f"{layer}/{name}": value for name, value in measured.items() if not math.isnan(value)}
         return figures
 
+    @torch.no_grad()
+    def _experts_of_probe(self) -> dict[str, Tensor]:
+        """By layer, which tokens of some test images use which expert, (P, E): the same images on every process."""
+        order = self._probe_loader.order
+        assert order is not None
+        num_batches = -(-_PROBE_IMAGES // order.batch_size)
+        with record_routing(self.model, probe_tokens=_PROBE_TOKENS) as recorder:
+            for (batch,) in islice(self._probe_loader.epoch(), num_batches):
+                self.model(as_model(self.model, batch.image))
+        return {name: tally.probe().cpu().clone() for name, tally in recorder.tallies.items()}
+
     def state_dict(self) -> dict[str, Any]:
-        """The experts of the first test tokens at the last evaluation, for the routing fluctuation of the next."""
+        """The experts of the probe at the last evaluation, for the routing fluctuation of the next."""
         return {"probe": self._probe}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,7 +149,7 @@ def evaluate(model: nn.Module, loader: Loader, recorder: RoutingRecorder | None 
     for (batch,) in loader.epoch():
         if recorder is not None and len(batch):
             recorder.labels(batch.label)
-        logit_BC = model(_as_model(model, batch.image)).float()
+        logit_BC = model(as_model(model, batch.image)).float()
         sums += _sums(logit_BC, batch.label).cpu()
     loss, top1, top5, count = sum_over_processes(sums.to(loader.device)).tolist()
     return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}
@@ -158,9 +175,9 @@ def over_layers(layers: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def _changed(before_PE: Tensor, after_PE: Tensor) -> float:
-    common = min(len(before_PE), len(after_PE))
-    return float(measures.changed(before_PE[:common], after_PE[:common]).float().mean())
+    return float(measures.changed(before_PE, after_PE).float().mean())
 
 
-def _as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:
+def as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:
+    """Images in the precision of the model's weights."""
     return image_BCSS.to(next(model.parameters()).dtype)

@@ -50,9 +50,7 @@ class Recipe:
         if self.architecture in STYLES:
             return _image_level(self, num_classes, weights)
         generator = torch.Generator().manual_seed(self.training.seed)
-        model = timm.create_model(
-            self.architecture, pretrained=weights == "timm", num_classes=num_classes, **self.model_args
-        )
+        model = _timm_model(self, num_classes, pretrained=weights == "timm")
         if weights is not None and weights != "timm":
             _start_from(model, weights)
         if self.sparsity is None:
@@ -64,6 +62,20 @@ def _image_level(recipe: Recipe, num_classes: int, weights: str | None) -> nn.Mo
     if weights is not None:
         raise UserError(f"weights={weights}: {recipe.architecture} networks start from scratch; leave the option out")
     return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
+
+
+def _timm_model(recipe: Recipe, num_classes: int, *, pretrained: bool) -> nn.Module:
+    try:
+        return timm.create_model(
+            recipe.architecture, pretrained=pretrained, num_classes=num_classes, **recipe.model_args
+        )
+    except OSError as problem:  # what every failure to reach the hub is
+        if not pretrained:
+            raise
+        raise UserError(
+            f"weights=timm: timm's weights of {recipe.architecture} cannot be fetched ({type(problem).__name__}); "
+            "connect to the network, or give a file with weights"
+        ) from problem
 
 
 def _start_from(model: nn.Module, weights: str) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from ermoe.data.loader import Loader
 from ermoe.data.order import Order
 from ermoe.data.randomness import hashed
 from ermoe.errors import UserError
-from ermoe.tasks.image.classification import transform_for
+from ermoe.tasks.image.classification import as_model, transform_for
 
 READINGS = ("images", "epochs")
 
@@ -70,7 +72,7 @@ def extract(model: nn.Module, images: Images, *, batch_size: int = 100, workers:
     backbone.reset_classifier(0)
     device = next(model.parameters()).device
     loader = Loader(images, transform_for(model), batch_size=batch_size, workers=workers, device=device)
-    return torch.cat([backbone(batch.image).float().cpu() for (batch,) in loader.epoch()])
+    return torch.cat([backbone(as_model(model, batch.image)).float().cpu() for (batch,) in loader.epoch()])
 
 
 def features(model: nn.Module, train: Images, test: Images, *, workers: int = 0) -> Features:
@@ -82,10 +84,7 @@ def features(model: nn.Module, train: Images, test: Images, *, workers: int = 0)
 
 def probe(given: Features, train: Images, *, reading: str, shots: int, draws: int = 5, seed: int = 0) -> Probe:
     """Accuracy on the test set with ``shots`` images or epochs, over ``draws`` draws."""
-    if reading not in READINGS:
-        raise UserError(f"reading={reading!r}: use one of {', '.join(READINGS)}")
-    if draws < 5:
-        raise UserError(f"draws={draws}: an interval needs at least 5")
+    check_request(reading, shots, draws)
     accuracies, drawn = [], []
     for draw in range(draws):
         if reading == "images":
@@ -95,6 +94,16 @@ def probe(given: Features, train: Images, *, reading: str, shots: int, draws: in
         else:
             accuracies.append(_train_head(given, shots, len(train.classes), seed, draw))
     return Probe(reading, shots, accuracies, drawn)
+
+
+def check_request(reading: str, shots: int, draws: int) -> None:
+    """Refuses what `probe` cannot do, for those who want to know before they compute features."""
+    if reading not in READINGS:
+        raise UserError(f"reading={reading!r}: use one of {', '.join(READINGS)}")
+    if shots < 1:
+        raise UserError(f"shots={shots}: need at least 1")
+    if draws < 5:
+        raise UserError(f"draws={draws}: an interval needs at least 5")
 
 
 def draw_shots(label_N: Tensor, shots: int, num_classes: int, seed: int, draw: int) -> np.ndarray:
@@ -136,3 +145,31 @@ def _train_head(given: Features, epochs: int, num_classes: int, seed: int, draw:
             schedule.step()
     with torch.no_grad():
         return float((head(given.test_ND).argmax(1) == given.test_label_N).double().mean())
+
+
+def record_path(place: str, data: str, out: Path | None = None) -> Path:
+    """Where the figures of a model on a data set go, known to be writable: ``probe-DATA.json`` in the folder ``out``.
+
+    By default that is the run or model folder ``place`` itself, or beside it where nothing can be written into it; for
+    a repository of the hub, ``runs/probe/OWNER--NAME``.
+    """
+    name = f"probe-{Path(data).expanduser().resolve().name}.json"
+    if out is not None:
+        candidates = [out / name]
+    elif (folder := Path(place)).is_dir():
+        candidates = [folder / name, folder.resolve().with_name(f"{folder.resolve().name}-{name}")]
+    else:
+        candidates = [Path("runs/probe", place.replace("/", "--"), name)]
+    path = next((path for path in candidates if _can_write_into(path.parent)), None)
+    if path is None:
+        raise UserError(f"{candidates[0]} cannot be written: name another folder with --out")
+    return path
+
+
+def _can_write_into(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

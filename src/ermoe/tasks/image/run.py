@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,8 +67,14 @@ def train(
     )
     config = asdict(chosen) | {"preset": name, "data": os.fspath(data), "weights": weights}
     config |= {"num_images": len(images), "num_classes": len(images.classes)}
-    config.pop("training")
-    figures = fit(
+    goes_on = RunFolder(Path(folder)).open(config, resume, group)
+    claim_classes(Path(folder), images.classes, group)
+    if group.is_main and not goes_on and chosen.init == "dense" and weights is None:
+        logging.getLogger("ermoe").warning(
+            "%s is made to start from pretrained weights and starts from random ones: give --weights FILE, or timm",
+            name,
+        )
+    return fit(
         task,
         chosen.training,
         folder,
@@ -78,15 +85,17 @@ def train(
         resume=resume,
         console=console,
     )
-    if group.is_main:
-        write_classes(Path(folder), images.classes)
-    return figures
 
 
-def write_classes(folder: Path, classes: list[str]) -> None:
-    """Leaves the names of the classes in a run folder, for `ermoe image predict`."""
-    with replacing(folder / "classes.json") as draft:
-        draft.write_text(json.dumps(classes, ensure_ascii=False) + "\n")
+def claim_classes(folder: Path, classes: list[str], group: Processes) -> None:
+    """Leaves the names of the classes in a run folder, for `ermoe image predict`; a run that has others is refused."""
+    path = folder / "classes.json"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")) != classes:
+            raise UserError(f"{folder} holds a run with other classes: choose another folder, or look at the data")
+    elif group.is_main:
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(classes, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def model_folder(place: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -102,10 +111,14 @@ def model_folder(place: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 def class_names(place: str | os.PathLike[str], num_classes: int) -> list[str]:
     """The names of the classes of a run, or of the run a model folder lies in; else their numbers."""
+    names = known_classes(place)
+    return names if names is not None and len(names) == num_classes else [str(n) for n in range(num_classes)]
+
+
+def known_classes(place: str | os.PathLike[str]) -> list[str] | None:
+    """What `claim_classes` left for a run or for a model in it; None where it left nothing."""
     folder = Path(place).resolve()
     for candidate in (folder, *folder.parents[:3]):
         if (candidate / "classes.json").is_file():
-            names = json.loads((candidate / "classes.json").read_text())
-            if len(names) == num_classes:
-                return [str(name) for name in names]
-    return [str(number) for number in range(num_classes)]
+            return [str(name) for name in json.loads((candidate / "classes.json").read_text(encoding="utf-8"))]
+    return None
