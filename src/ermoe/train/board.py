@@ -16,11 +16,11 @@ from ermoe.files import append
 
 
 class Board:
-    """An events file in ``folder``, begun with its first figures; it overrules earlier ones from ``first_step`` on."""
+    """An events file in ``folder``, begun with its first figures; what earlier ones say after ``first_step`` is void."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        began = Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        began = Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
         self._pending = _record(Event(file_version="brain.Event:2")) + _record(began)
 
     def write(self, step: int, figures: dict[str, float]) -> None:

@@ -282,8 +282,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _diverged(finding: str) -> UserError:
     return UserError(
-        f"{finding}: start a new run folder with a lower base_lr, with clip or in fp32; from its last checkpoint this "
-        "run would go the same way again"
+        f"{finding}: start a new run folder with a lower base_lr, with clip or in fp32; this one would go the same way "
+        "again"
     )
 
 
