@@ -16,7 +16,7 @@ from ermoe.files import append
 
 
 class Board:
-    """An events file in ``folder``, begun with its first figures; what earlier ones say after ``first_step`` is void."""
+    """An events file in ``folder``, begun with its first figures; it voids what others say after ``first_step``."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
