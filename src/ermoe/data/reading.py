@@ -53,7 +53,7 @@ def naming_what_cannot_be_read() -> Iterator[None]:
 def printable(path: str | os.PathLike[str]) -> str:
     r"""A path for messages: bytes of its name that are not UTF-8, which no terminal can show, as escapes.
 
-    >>> print(printable(os.fsdecode(b"caf\xe9.png")))
-    caf\xe9.png
+    >>> print(printable(os.fsdecode(b"menu\xe9.png")))
+    menu\xe9.png
     """
     return os.fsencode(path).decode("utf-8", "backslashreplace")
