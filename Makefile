@@ -37,7 +37,7 @@ lint: dev-env
 	$(BIN)/lint-imports --no-logo
 
 test: lint
-	$(BIN)/pytest -n auto --dist loadfile --cov --cov-fail-under=95
+	$(BIN)/pytest -n auto --dist loadfile --cov --cov-fail-under=95 --durations=30
 	$(BIN)/python examples/run_all.py
 
 bench:
