@@ -39,16 +39,11 @@ class Forced(Router):
     def __init__(self, shape: Shape, kind: str) -> None:
         super().__init__()
         self.num_experts = shape.num_experts
-        self._top_k = shape.top_k
+        self.top_k = shape.top_k
         num_tokens = shape.images * shape.tokens
         expert_TK = forced_choice(shape, kind)
         weight_TK = torch.full((num_tokens, shape.top_k), 1 / shape.top_k)
         self._routing = Routing.from_choice(expert_TK, weight_TK, num_experts=shape.num_experts)
-
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self._top_k
 
     def forward(
         self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None

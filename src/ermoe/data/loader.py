@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from ermoe.data.ahead import Request, prepared
 from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, ImagesInMemory
 from ermoe.data.order import Indices, Order, evaluation_batches, share
-from ermoe.errors import UserError
-
-_Request = tuple[int, Indices]
-_Answer = tuple[Indices, Tensor] | UserError
 
 
 @dataclass(slots=True)
@@ -53,7 +49,7 @@ class Loader:
                 yield parts
                 parts = []
 
-    def _requests(self, epoch: int, first_step: int) -> Iterator[_Request]:
+    def _requests(self, epoch: int, first_step: int) -> Iterator[Request]:
         if self.order is None:
             whole = evaluation_batches(
                 len(self.images), self.batch_size, rank=self.rank, num_processes=self.num_processes
@@ -65,44 +61,16 @@ class Loader:
             for part in range(self.num_parts):
                 yield epoch, share(own_B, rank=part, num_processes=self.num_parts)
 
-    def _read(self, requests: list[_Request]) -> Iterator[tuple[Indices, Tensor]]:
-        reader = _Reader(self.images, self.transform)
-        answers: Iterable[_Answer] = (reader[request] for request in requests)
-        if self.workers and not isinstance(self.images, ImagesInMemory):
-            # The sampler names whole batches, so a worker returns them finished and in order.
-            answers = DataLoader(
-                reader,
-                sampler=requests,  # type: ignore[arg-type]
-                batch_size=None,
-                num_workers=self.workers,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]
-                pin_memory=torch.device(self.device).type == "cuda",
-            )
-        for answer in answers:
-            if isinstance(answer, UserError):
-                raise answer
-            yield answer
+    def _read(self, requests: list[Request]) -> Iterator[tuple[Indices, Tensor]]:
+        workers = 0 if isinstance(self.images, ImagesInMemory) else self.workers
+        pin_memory = torch.device(self.device).type == "cuda"
+        return prepared(self._prepare, requests, workers=workers, pin_memory=pin_memory)
+
+    def _prepare(self, request: Request) -> tuple[Indices, Tensor]:
+        epoch, index_B = request
+        return index_B, self.transform.host(self.images, index_B, epoch)
 
     def _finish(self, index_B: Indices, image_BCSS: Tensor, epoch: int) -> Batch:
         label_B = self.images.label_N[torch.from_numpy(index_B)]
         image_BCSS, label_B = (tensor.to(self.device, non_blocking=True) for tensor in (image_BCSS, label_B))
         return self.transform.device(image_BCSS, label_B, index_B, epoch)
-
-
-class _Reader(Dataset[_Answer]):
-    """What a worker process runs. It hands mistakes over as answers: raised there, they would arrive as tracebacks."""
-
-    def __init__(self, images: Images, transform: Transform) -> None:
-        self.images = images
-        self.transform = transform
-
-    def __getitem__(self, request: _Request) -> _Answer:
-        epoch, index_B = request
-        try:
-            return index_B, self.transform.host(self.images, index_B, epoch)
-        except UserError as mistake:
-            return mistake
-
-
-def _as_it_is(answer: _Answer) -> _Answer:
-    return answer

@@ -23,13 +23,14 @@ class Router(nn.Module, ABC):
     """Decides which experts see which tokens. All but the routing itself is known before any forward."""
 
     num_experts: int
+    top_k: int  # of routers by which every token chooses equally many experts; others state experts_per_token
     needs_context = False
     shares_places = False  # whether, at inference, what a token gets depends on other images of its batch
 
     @property
-    @abstractmethod
     def experts_per_token(self) -> float:
         """How many experts a token meets in the mean, without pruning and drops, which depend on the data."""
+        return self.top_k
 
     @abstractmethod
     def forward(
@@ -129,11 +130,6 @@ class TopKRouter(Router):
         self.threshold = threshold
         self.capacity_factor = None if capacity_factor == math.inf else capacity_factor
         self.score.route_rank = None if route_rank in (None, math.inf) else int(route_rank)
-
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self.top_k
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"

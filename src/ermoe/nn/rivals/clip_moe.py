@@ -42,11 +42,6 @@ class ClipMoERouter(RouterWithLoss):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self.top_k
-
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, balance_weight={self.balance_weight}"
 

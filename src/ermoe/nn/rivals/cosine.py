@@ -68,11 +68,6 @@ class CosineRouter(RouterWithLoss):
             self.direction_PE.normal_(std=0.01, generator=generator)
             self.log_scale.fill_(-math.log(self.temperature))
 
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self.top_k
-
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, gshard_weight={self.gshard_weight}"
 

@@ -74,11 +74,6 @@ class LossFreeRouter(Router):
         self.gate.reset_parameters(generator)
         self.balance.reset_parameters()
 
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self.top_k
-
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, score={self.score!r}, normalise={self.normalise}"
 

@@ -92,11 +92,6 @@ class VMoERouter(RouterWithLoss):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
-    @property
-    def experts_per_token(self) -> int:
-        """K."""
-        return self.top_k
-
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, capacity_factors={self.capacity_factors}, group_size={self.group_size}"
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from ermoe.data.ahead import Request, prepared
 from ermoe.data.brain.augment import VolumeAugmentation
 from ermoe.data.brain.cache import VolumeCache
 from ermoe.data.brain.preprocess import Volume, isolate
@@ -129,7 +128,8 @@ class VolumeLoader:
         """For every step from ``first_step`` on, the parts to accumulate; an evaluation has one part a step."""
         num_parts = self.num_parts if self.order is not None else 1
         parts: list[VolumeBatch] = []
-        for batch in self._read([(epoch, index_B) for index_B in self._requests(epoch, first_step)]):
+        requests = [(epoch, index_B) for index_B in self._requests(epoch, first_step)]
+        for batch in prepared(self._prepare, requests, workers=self.workers):
             parts.append(batch.to(self.device))
             if len(parts) == num_parts:
                 yield parts
@@ -144,25 +144,6 @@ class VolumeLoader:
             for part in range(self.num_parts):
                 yield share(own_B, rank=part, num_processes=self.num_parts)
 
-    def _read(self, requests: list[tuple[int, Indices]]) -> Iterator[VolumeBatch]:
-        reader = _Reader(self.volumes, self.augmentation, self.seed)
-        if self.workers == 0:
-            yield from (reader[request] for request in requests)
-            return
-        settings: dict[str, Any] = {"batch_size": None, "num_workers": self.workers, "collate_fn": _as_it_is}
-        yield from DataLoader(reader, sampler=requests, **settings)  # type: ignore[arg-type]
-
-
-class _Reader(Dataset[VolumeBatch]):
-    """What a worker process runs."""
-
-    def __init__(self, volumes: ScanSet, augmentation: VolumeAugmentation | None, seed: int) -> None:
-        self.volumes, self.augmentation, self.seed = volumes, augmentation, seed
-
-    def __getitem__(self, request: tuple[int, Indices]) -> VolumeBatch:
+    def _prepare(self, request: Request) -> VolumeBatch:
         epoch, index_B = request
         return self.volumes.batch(index_B, self.augmentation, seed=self.seed, epoch=epoch)
-
-
-def _as_it_is(item: VolumeBatch) -> VolumeBatch:
-    return item
