@@ -328,6 +328,43 @@ class TestRouters:
         assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+class TestSameStart:
+    """One fresh network in every expert."""
+
+    @pytest.mark.parametrize("router", ["eigen", "v-moe", "soft", "logit"])
+    def test_every_expert_is_the_same_fresh_network(self, dense, router):
+        generator = torch.Generator().manual_seed(0)
+        sparse = ermoe.upcycle(dense, num_experts=4, router=router, init="same", generator=generator)
+        for block in (1, 3):
+            experts, old = sparse.blocks[block].mlp.experts, dense.blocks[block].mlp
+            for stacked, linear in ((experts.up, old.fc1), (experts.down, old.fc2)):
+                weight = stacked.weight()
+                bound = (6 / sum(linear.weight.shape)) ** 0.5
+                assert torch.allclose(weight, weight[:1].expand_as(weight), atol=1e-5)
+                assert bound > weight.abs().max() > 0.95 * bound, "Xavier, uniform"
+                assert not torch.allclose(weight[0], linear.weight.mT, atol=1e-2)
+                assert not stacked.bias.any()
+
+    def test_yet_their_tokens_differ(self, dense):
+        sparse = ermoe.upcycle(dense, num_experts=4, init="same", generator=torch.Generator().manual_seed(0)).eval()
+        basis = sparse.blocks[1].mlp.experts.token_basis[:, :, :8].detach()
+        overlap = (basis[0].mT @ basis[1]).abs().max()
+        assert overlap < 1e-5, "experts route by orthogonal subspaces"
+
+    def test_the_dense_model_is_left_as_it_was(self, dense):
+        before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+        ermoe.upcycle(dense, num_experts=4, init="same")
+        assert all(torch.equal(before[name], tensor) for name, tensor in dense.state_dict().items())
+
+    def test_it_is_seeded(self, dense):
+        def weight(seed):
+            model = ermoe.upcycle(dense, init="same", generator=torch.Generator().manual_seed(seed))
+            return model.blocks[1].mlp.experts.up.U
+
+        assert torch.equal(weight(0), weight(0))
+        assert not torch.equal(weight(0), weight(1))
+
+
 class TestRandomStart:
     def test_experts_start_apart_and_seeded(self, dense):
         def experts(seed):

@@ -18,6 +18,7 @@ from ermoe.models.io import load
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.tasks.image.classification import Classification
+from ermoe.train import checkpoint
 from ermoe.train.average import Average
 from ermoe.train.distributed import Processes
 from ermoe.train.optim import build_optimizer, learning_rate, set_learning_rate
@@ -69,6 +70,24 @@ def test_tensorboard_reads_what_the_metrics_say(tmp_path):
     board = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in board.Scalars("train/loss")] == list(range(1, 26)), "repeated steps count once"
     assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses(tmp_path))
+
+
+def test_bases_may_be_retracted_within_an_epoch(tmp_path):
+    """At step 14 of 25 they are as far from orthonormal as four steps take them, not fourteen."""
+    worst = {}
+    for every in (0, 10):
+
+        def stop(epoch, step):
+            if step == 14:
+                raise StoppedError
+
+        folder = tmp_path / str(every)
+        with pytest.raises(StoppedError):
+            run(folder, recipe(retract_every=every, save_every=14, ema=0), before=stop)
+        state = checkpoint.read(folder / "checkpoints" / "last.pt")["model"]
+        stacks = [tensor for name, tensor in state.items() if name.endswith((".U", ".V"))]
+        worst[every] = max(float(orthonormality_error(stack).max()) for stack in stacks)
+    assert worst[10] < 0.5 * worst[0]
 
 
 def test_where_there_is_no_terminal_every_epoch_is_a_line(tmp_path):
@@ -169,6 +188,18 @@ def test_layer_decay_slows_early_blocks():
     first, last = (rate[id(model.blocks[i].attn.qkv.weight)] for i in (0, 1))
     assert first == pytest.approx(0.5 * last)
     assert rate[id(model.head.weight)] == 1.0
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_bases_learn_as_slowly_as_they_are_told(layer_decay):
+    model = recipe().build(4)
+    optimizer = build_optimizer(model, Training(basis_lr=0.25, layer_decay=layer_decay))
+    set_learning_rate(optimizer, 1.0)
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(rate) == len(list(model.parameters())), "every parameter, once"
+    up = model.blocks[1].mlp.experts.up
+    assert rate[id(up.U)] == rate[id(up.V)] == 0.25 * rate[id(up.s)]
+    assert rate[id(up.s)] == rate[id(model.blocks[1].attn.qkv.weight)]
 
 
 def test_the_learning_rate_rises_and_falls():

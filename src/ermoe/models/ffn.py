@@ -6,7 +6,7 @@ Row convention, y = x W + b. Letters: T tokens, D model width, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,16 @@ class FFN:
     def act_layer(self) -> Callable[[], nn.Module]:
         """A factory of this network's activation."""
         return lambda: self.act
+
+    def fresh(self, generator: torch.Generator | None = None) -> FFN:
+        """A network of the same shape with Xavier-uniform weights and zero biases; this one keeps its own."""
+
+        def drawn(linear: Linear) -> Linear:
+            weight = nn.init.xavier_uniform_(torch.empty_like(linear.W), generator=generator)
+            return Linear(weight, None if linear.b is None else torch.zeros_like(linear.b))
+
+        gate = None if self.gate is None else drawn(self.gate)
+        return replace(self, gate=gate, up=drawn(self.up), down=drawn(self.down))
 
     def defect(self) -> str | None:
         """Why experts cannot be made of it, as the end of a sentence about its block; None if they can."""

@@ -22,7 +22,7 @@ from ermoe.nn.registry import LAYERS, options_of
 _log = logging.getLogger("ermoe")
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
-INITS = ("dense", "random", "empty")
+INITS = ("dense", "same", "random", "empty")
 
 
 def upcycle(
@@ -56,13 +56,13 @@ def upcycle(
         experts: "eigen" (U diag(s) Vᵀ) or "dense" (plain weights; an eigen router then keeps a basis of its own).
             By default "eigen" for the eigen router and "dense" for the others, as in their papers.
         router: "eigen", or a baseline of `ermoe.nn.registry.LAYERS`: "v-moe", "expert-choice", "soft", "base", ….
-        init: "dense" starts every expert as the dense network; "random" starts experts and router afresh, to train
-            from scratch.
+        init: "dense" starts every expert as the dense network. To train from scratch, "same" starts them all as one
+            fresh network, of which each routes by other singular directions, and "random" each as another.
         inplace: change ``model`` itself, one block at a time, instead of a copy.
         context_of: the context averages the "features" that enter the expert layer, or the outputs of "attention".
         context_grad: whether routing sends gradients into the attention weights; False saves memory.
         calibration: a few unlabelled batches, to truncate in the metric of the activations when rank is not full.
-        generator: source of the random numbers of routers, and with init="random" of experts.
+        generator: source of the random numbers of routers, and of experts that start from scratch.
         layer_options: further options of the layer, such as ``threshold=``, ``balance=`` or ``score=``.
 
     >>> import timm
@@ -73,7 +73,7 @@ def upcycle(
     True
     """
     if init not in INITS:
-        raise UserError(f"init={init!r}: use 'dense' (experts start as the dense network) or 'random'")
+        raise UserError(f"init={init!r}: use 'dense' (experts start as the dense network), 'same' or 'random'")
     family = family_of(model)
     if router not in LAYERS:
         raise UserError(f"router={router!r}: use one of {', '.join(LAYERS)}")
@@ -123,7 +123,7 @@ def _defect(family: Family, block: nn.Module, sparsity: Sparsity, init: str) -> 
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block)
     layer = sparsity.layer_like(ffn)
-    if init == "dense":
+    if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
     return ffn.defect() or (family.no_context(block) if needs_context(layer) else None)
 
@@ -145,6 +145,8 @@ def _convert(
         start_router(layer, generator)
         if init == "random":
             layer.experts.reset_parameters(generator)
+        elif init == "same":
+            fill_from_dense(layer, ffn.fresh(generator))
         elif init == "dense":
             fill_from_dense(layer, ffn, moments)
             error = output_error(layer, ffn, moments)

@@ -98,6 +98,7 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
     balance: str = "offset",
     below_threshold: str = "fill",
     capacity_factor: float | None = None,
+    weight_floor: float = 1e-3,
     experts: str = "eigen",
     gated: bool = False,
     act_layer: Callable[[], nn.Module] = nn.GELU,
@@ -121,6 +122,8 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         balance: "offset" steers towards equal load, "mean" removes each expert's mean score, "none" is the paper's.
         below_threshold: "fill" always uses K experts, "prune" only those that reach the threshold.
         capacity_factor: experts take at most ⌈N K f / E⌉ tokens of a sequence; None for no limit.
+        weight_floor: ε of the mixing weights, (max(score, 0) + ε) / Σ. The larger, the more even the mixture; 1 learns
+            faster from scratch.
         experts: "eigen", or "dense" for plain weights beside a separate routing basis.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
         act_layer, bias, drop: of the experts' MLPs.
@@ -154,6 +157,7 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         below_threshold=below_threshold,
         balance=_build_balance(balance, num_experts, device),
         capacity_factor=capacity_factor,
+        weight_floor=weight_floor,
     )
     return MoE(router, built)
 

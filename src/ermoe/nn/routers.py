@@ -16,8 +16,6 @@ from ermoe.nn.capacity import places, places_per_group, within_capacity
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
 
-_WEIGHT_FLOOR = 1e-3
-
 
 class Router(nn.Module, ABC):
     """Decides which experts see which tokens. All but the routing itself is known before any forward."""
@@ -73,6 +71,10 @@ class TopKRouter(Router):
     A token "fell back" when no plain score reaches the threshold. With ``below_threshold="fill"``, the paper's rule,
     experts below the threshold fill the K places, so the threshold changes the statistic and never the choice. With
     ``"prune"`` they are left out, and a token that fell back keeps its single best expert.
+
+    ``weight_floor`` is added to each chosen expert's positive score before the scores are divided by their sum. Near
+    zero, an expert whose score is negative is chosen for nothing; at 0.5 it still has a third of the mixture beside
+    one that scores 0.5.
     """
 
     def __init__(
@@ -85,10 +87,13 @@ class TopKRouter(Router):
         below_threshold: str = "fill",
         balance: Balance | None = None,
         capacity_factor: float | None = None,
+        weight_floor: float = 1e-3,
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
         _check_limits(threshold, capacity_factor)
+        if not weight_floor > 0:
+            raise ValueError(f"weight_floor={weight_floor}: need a positive number, for scores may all be negative")
         if below_threshold not in ("fill", "prune"):
             raise ValueError(f"below_threshold={below_threshold!r}: use 'fill' (the paper's rule) or 'prune'")
         self.score = score
@@ -98,6 +103,7 @@ class TopKRouter(Router):
         self.threshold = threshold
         self.below_threshold = below_threshold
         self.capacity_factor = capacity_factor
+        self.weight_floor = weight_floor
 
     @property
     def needs_context(self) -> bool:  # type: ignore[override]
@@ -151,7 +157,7 @@ class TopKRouter(Router):
                 fell_back_T = fell_back_T & mask_T
                 real_TK = mask_T.unsqueeze(1).expand_as(expert_TK)
                 kept_TK = real_TK if kept_TK is None else kept_TK & real_TK
-        weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK)
+        weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK, floor=self.weight_floor)
         admitted_TK, num_dropped = self._admit(expert_TK, kept_TK, mask_GS, num_groups)
         return Routing.from_choice(
             expert_TK,
@@ -196,9 +202,9 @@ class TopKRouter(Router):
             self.balance.observe(routing)
 
 
-def _mixture_weights(score_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+def _mixture_weights(score_TK: Tensor, kept_TK: Tensor | None, *, floor: float) -> Tensor:
     """Eq. 7 with a floor: (max(score, 0) + ε) / Σ. The floor replaces 0/0 and bounds the gradient."""
-    positive_TK = score_TK.clamp_min(0) + _WEIGHT_FLOOR
+    positive_TK = score_TK.clamp_min(0) + floor
     if kept_TK is not None:
         positive_TK = positive_TK * kept_TK
     total_T = positive_TK.sum(-1, keepdim=True)

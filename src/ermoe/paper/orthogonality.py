@@ -33,7 +33,8 @@ def jobs(setup: Setup) -> list[Job]:
 
 def train(setup: Setup, weight: float, seed: int) -> dict[str, float]:
     """Validation loss, alone and with λ times the penalty that the bases had before their last retraction."""
-    variant = Variant(name_of(weight), training={} if weight == 5e-5 else {"orthogonality": weight})
+    # Retraction within an epoch would hide what λ does; the paper has it at the end of epochs.
+    variant = Variant(name_of(weight), training={"orthogonality": weight, "retract_every": 0})
     result = images.trained(setup, variant, seed, images.source(setup))
     names = ("loss", "top1", "load_cv2", "fallback_rate", "drift", "penalty")
     figures = {name: result.figures[name] for name in names if name in result.figures}

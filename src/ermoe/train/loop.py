@@ -168,6 +168,8 @@ class _Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         update_balance(model)
+        if settings.retract_every and (step + 1) % settings.retract_every == 0:
+            retract(model)
         if self.average is not None:
             self.average.update()
         return {"loss": task_loss, "lr": rate, "gradient_norm": norm, **routing} if watch else {}

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import nn
+from torch import Tensor, nn
 
 from ermoe.nn import no_weight_decay
+from ermoe.nn.orthogonality import bases
 from ermoe.train.settings import Training
 
 
 def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
     """AdamW. Bases, s, ψ, norms, biases and what the backbone itself exempts (position embeddings) do not decay.
 
-    Each group carries ``lr_scale``, by which `set_learning_rate` multiplies; 1 without layer decay.
+    Each group carries ``lr_scale``, by which `set_learning_rate` multiplies: its layer's decay, times ``basis_lr``.
     """
     exempt = no_weight_decay(model)
     if callable(own := getattr(model, "no_weight_decay", None)):
@@ -30,7 +31,18 @@ def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
         groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
     for group in groups:
         group.setdefault("lr_scale", 1.0)
+    if settings.basis_lr != 1:
+        groups = [part for group in groups for part in _bases_apart(group, list(bases(model)), settings.basis_lr)]
     return torch.optim.AdamW(groups, lr=settings.lr)
+
+
+def _bases_apart(group: dict[str, Any], bases: list[Tensor], factor: float) -> list[dict[str, Any]]:
+    """A group of parameters as two, of which the one with the bases learns at ``factor`` times the rate."""
+    is_basis = {id(basis) for basis in bases}
+    own = [parameter for parameter in group["params"] if id(parameter) in is_basis]
+    others = [parameter for parameter in group["params"] if id(parameter) not in is_basis]
+    slowed = {**group, "params": own, "lr_scale": factor * group["lr_scale"]}
+    return [part for part in ({**group, "params": others}, slowed) if part["params"]]
 
 
 def learning_rate(step: int, *, total_steps: int, warmup_steps: int, peak: float) -> float:

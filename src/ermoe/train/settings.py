@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from ermoe.errors import UserError
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+_NOT_NEGATIVE = (
+    *("base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip"),
+    *("orthogonality", "retract_every", "save_every", "keep_every"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Training:
         batch_size: samples of one optimiser step, over all processes and accumulation steps.
         base_lr: learning rate for 256 samples; it grows in proportion to the batch.
         weight_decay: never on bases, s, ψ, norms and biases.
+        basis_lr: factor on the learning rate of bases. Adam moves every entry of a basis by about the learning rate,
+            whatever the gradient; at full speed tokens lose their experts from one step to the next.
         warmup_epochs: of linear growth from zero; then half a cosine back to zero.
         layer_decay: factor on the learning rate from each block to the one before; 1 for none.
         clip: largest norm of the gradient; 0 for no limit.
@@ -27,6 +33,7 @@ class Training:
         orthogonality: λ of the orthogonality loss.
         orthogonality_every: steps between two such losses, n; each then weighs nλ.
         retract: bring bases back to orthonormal after every epoch.
+        retract_every: steps between two retractions within an epoch; 0 for none but the one at its end.
         deterministic: only algorithms that repeat their results, also on GPUs.
         seed: of everything random.
         log_every: steps between two lines of ``metrics.jsonl``.
@@ -38,6 +45,7 @@ class Training:
     batch_size: int = 100
     base_lr: float = 1e-4
     weight_decay: float = 0.05
+    basis_lr: float = 1.0
     warmup_epochs: float = 5.0
     layer_decay: float = 1.0
     clip: float = 1.0
@@ -47,6 +55,7 @@ class Training:
     orthogonality: float = 5e-5
     orthogonality_every: int = 1
     retract: bool = True
+    retract_every: int = 0
     deterministic: bool = False
     seed: int = 0
     log_every: int = 50
@@ -57,7 +66,7 @@ class Training:
         for name in ("epochs", "batch_size", "accumulate", "orthogonality_every", "log_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: need at least 1")
-        for name in ("base_lr", "weight_decay", "warmup_epochs", "clip", "orthogonality", "save_every", "keep_every"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)}: need 0 or more")
         if not 0 <= self.ema < 1:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
@@ -127,6 +126,8 @@ def joint_clusters(image_ND: Tensor, text_ND: Tensor, *, per_side: int = 3, seed
     >>> joint_clusters(feature, feature).unique().numel()
     3
     """
+    from sklearn.cluster import KMeans  # which takes seconds to import
+
     if len(image_ND) < per_side:
         raise UserError(f"{len(image_ND)} pairs cannot be {per_side} clusters: give at least one pair a cluster")
     image_N, text_N = (

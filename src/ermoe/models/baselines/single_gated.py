@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 from torchvision.models import ResNet
 
@@ -167,6 +166,8 @@ class SingleGatedMoEStyle(nn.Module):
         ``batches`` are images. Returns the cluster of each, in order, (N,). A linear gate can be the nearest centroid
         exactly: argmin ‖z − c‖² = argmax 2 c·z − ‖c‖².
         """
+        from sklearn.cluster import KMeans  # which takes seconds to import
+
         was_training = self.training
         self.eval()
         embeddings = [self.base_tail(self.trunk(images)).float().cpu() for images in batches]

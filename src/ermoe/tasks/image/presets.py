@@ -20,6 +20,7 @@ from torch import nn
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
 from ermoe.models.baselines.image_level import STYLES, image_level
+from ermoe.models.presets import from_scratch
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.train.settings import Training
@@ -30,7 +31,7 @@ class Recipe:
     """Everything but the data.
 
     ``sparsity`` holds options of `ermoe.upcycle`, None for a dense model; ``init`` is "dense" where the model starts
-    from pretrained weights, "random" from scratch.
+    from pretrained weights, "same" from scratch.
     """
 
     architecture: str
@@ -100,19 +101,23 @@ def paper(sparsity: dict[str, Any] | None) -> Recipe:
     return Recipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION)
 
 
-def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4, epochs: int = 4) -> Recipe:
+# Of a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its experts
+# from one step to the next.
+_STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
+
+
+def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe:
     """ViT of width 96 and depth 4 for CIFAR, with experts in blocks 1 and 3, from scratch within minutes.
 
-    Run: ``ermoe image train NAME cifar-10-batches-bin``. Patches of 4 pixels make 65 tokens (cifar-METHOD); patches
-    of 8 make 17, and leave time for more epochs (cifar17-METHOD). Augmentation is light, because so short a
-    run underfits.
+    Run: ``ermoe image train NAME cifar-10-batches-bin``. Patches of 4 pixels make 65 tokens (cifar-METHOD), patches
+    of 8 make 17 (cifar17-METHOD). Augmentation is light, because so short a run underfits.
     """
     return Recipe(
         "vit_tiny_patch16_224",
         sparsity,
-        Training(epochs=epochs, base_lr=2.5e-3, warmup_epochs=0.1 * epochs, ema=0.99, log_every=25),
+        Training(epochs=4, base_lr=2.5e-3, warmup_epochs=0.4, ema=0.99, log_every=25, **_STEADY_BASES),
         Augmentation(),
-        init="random",
+        init="same",
         model_args={"img_size": 32, "patch_size": patch_size, "embed_dim": 96, "depth": 4, "num_heads": 3} | _SMALL,
     )
 
@@ -122,9 +127,9 @@ def smallest(sparsity: dict[str, Any] | None) -> Recipe:
     return Recipe(
         "vit_tiny_patch16_224",
         sparsity,
-        Training(epochs=20, batch_size=64, base_lr=1.2e-2, warmup_epochs=2.0, ema=0.95, log_every=10),
+        Training(epochs=20, batch_size=64, base_lr=1.2e-2, warmup_epochs=2.0, ema=0.95, log_every=10, **_STEADY_BASES),
         NO_AUGMENTATION,
-        init="random",
+        init="same",
         model_args={"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 4, "num_heads": 3} | _SMALL,
     )
 
@@ -175,21 +180,23 @@ def _of_tokens(sparsity: dict[str, Any] | None, num_tokens: int) -> dict[str, An
     return {**sparsity, "num_tokens": num_tokens} if sparsity and sparsity.get("router") == "soft" else sparsity
 
 
+def _scratch(name: str, num_tokens: int) -> dict[str, Any] | None:
+    """A method that starts from random weights."""
+    return from_scratch(_of_tokens(METHODS[name], num_tokens))
+
+
 PRESETS: dict[str, Callable[[], Recipe]] = {
     "paper-ermoe": partial(paper, _PAPER_LAYER),
     **{f"b16-{name}": partial(paper, _of_tokens(sparsity, 197)) for name, sparsity in METHODS.items()},
-    **{f"cifar-{name}": partial(miniature, _of_tokens(sparsity, 65)) for name, sparsity in METHODS.items()},
-    **{
-        f"cifar17-{name}": partial(miniature, _of_tokens(sparsity, 17), patch_size=8, epochs=6)
-        for name, sparsity in METHODS.items()
-    },
+    **{f"cifar-{name}": partial(miniature, _scratch(name, 65)) for name in METHODS},
+    **{f"cifar17-{name}": partial(miniature, _scratch(name, 17), patch_size=8) for name in METHODS},
     **{f"resnet18-{style}": partial(convolutional, style) for style in STYLES},
     **{f"cifar-{style}": partial(convolutional, style, img_size=32, epochs=6, blocks=(1, 1, 1, 1)) for style in STYLES},
     **{
         f"digits-{style}": partial(convolutional, style, img_size=16, epochs=10, blocks=(1, 1, 1, 1), flip=False)
         for style in STYLES
     },
-    **{f"digits-{name}": partial(smallest, _of_tokens(sparsity, 17)) for name, sparsity in METHODS.items()},
+    **{f"digits-{name}": partial(smallest, _scratch(name, 17)) for name in METHODS},
 }
 
 

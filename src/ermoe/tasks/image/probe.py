@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from ermoe.data.images import Images
@@ -50,7 +50,7 @@ class Probe:
     def half_width(self) -> float:
         """Of the 95 % interval of the mean, by Student's t."""
         count = len(self.accuracies)
-        return float(student.ppf(0.975, count - 1)) * statistics.stdev(self.accuracies) / math.sqrt(count)
+        return float(stdtrit(count - 1, 0.975)) * statistics.stdev(self.accuracies) / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True)
