@@ -19,7 +19,7 @@ dense = timm.create_model(
     "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, embed_dim=48, depth=4, num_heads=3, num_classes=10,
     class_token=False, global_pool="avg",
 )  # fmt: skip
-model = ermoe.upcycle(dense, num_experts=4, init="random")  # 1. experts in every second block
+model = ermoe.upcycle(dense, num_experts=4, init="same")  # 1. experts in every second block
 
 exempt = ermoe.no_weight_decay(model)  # 2. bases must keep their length
 groups = [

@@ -63,7 +63,7 @@ config = ViTConfig(
     hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, image_size=8, patch_size=2,
     num_channels=1, num_labels=10,
 )  # fmt: skip
-model = ermoe.upcycle(ViTForImageClassification(config), num_experts=4, init="random")
+model = ermoe.upcycle(ViTForImageClassification(config), num_experts=4, init="same")
 arguments = TrainingArguments(
     output_dir="hf-run", num_train_epochs=15, per_device_train_batch_size=64, learning_rate=2e-3, weight_decay=0.05,
     warmup_steps=30, report_to="none", save_strategy="no", logging_steps=20, use_cpu=True, disable_tqdm=True,

@@ -58,6 +58,16 @@ def test_weights_follow_the_plain_scores_even_where_offsets_chose():
     torch.testing.assert_close(routing.weight_TK, torch.tensor([[0.2, 0.8]]))
 
 
+def test_a_floor_evens_the_mixture_out():
+    """(0.5 + ε) : (0 + ε), the second score being negative."""
+    for floor, expected in ((1e-3, [0.501 / 0.502, 0.001 / 0.502]), (1.0, [0.6, 0.4])):
+        layer = EigenMoE(8, num_experts=2, route_rank=2, weight_floor=floor)
+        weight = layer.router.choose(torch.tensor([[0.5, -0.5]])).weight_TK
+        torch.testing.assert_close(weight, torch.tensor([expected]))
+    with pytest.raises(ValueError, match="weight_floor=0: need a positive number"):
+        EigenMoE(8, num_experts=2, route_rank=2, weight_floor=0)
+
+
 def test_weights_of_hopeless_scores_are_shared_equally():
     routing = build().router.choose(torch.full((1, 4), -0.3))
     torch.testing.assert_close(routing.weight_TK, torch.full((1, 2), 0.5))

@@ -109,4 +109,4 @@ def test_the_commands_of_the_documentation_can_be_shared_out_and_start_from_weig
         num_processes = int(re.search(r"--(?:nproc-per-node|ntasks)=(\d+)", command)[1])
         batch = re.search(r"--batch-size (\d+)", command)
         assert (int(batch[1]) if batch else preset.training.batch_size) % num_processes == 0, command
-        assert preset.init == "random" or "--weights " in command
+        assert preset.init != "dense" or "--weights " in command

@@ -46,6 +46,8 @@ class Train:
     """Images of one optimiser step, over all processes."""
     base_lr: float | None = None
     """Learning rate for 256 images."""
+    basis_lr: float | None = None
+    """Factor on the learning rate of bases."""
     weight_decay: float | None = None
     warmup_epochs: float | None = None
     layer_decay: float | None = None
@@ -57,6 +59,8 @@ class Train:
     orthogonality: float | None = None
     """λ of the orthogonality loss."""
     orthogonality_every: int | None = None
+    retract_every: int | None = None
+    """Steps between retractions within an epoch; there is always one after it."""
     deterministic: bool = False
     """Only algorithms that repeat their results, also on GPUs."""
     seed: int | None = None
