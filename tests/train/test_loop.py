@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ermoe
+from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.models.io import load
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
-from ermoe.tasks.image.classification import Classification
+from ermoe.tasks.image.classification import Classification, transform_for
 from ermoe.train import checkpoint
 from ermoe.train.average import Average
 from ermoe.train.distributed import Processes
@@ -57,6 +58,21 @@ def test_the_saved_model_gives_the_reported_figures(tmp_path):
     line = read_lines(tmp_path / "metrics.jsonl")[-1]
     task.model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     assert task.evaluate()["loss"] == pytest.approx(line["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_kept_model_shares_out_plain_images_evenly_and_training_keeps_its_own_offsets(tmp_path, ema):
+    task = run(tmp_path, recipe(augmentation=AUGMENTED, epochs=1, ema=ema))
+    model = load(tmp_path / "model").eval()
+    plain = task.train_loader.images
+    with ermoe.record_routing(model) as recorder, torch.no_grad():
+        for (batch,) in Loader(plain, transform_for(model)).epoch():
+            model(batch.image)
+    assert max(layer["load_cv2"] for layer in recorder.summary().values()) < 1e-3
+    kept, trained = (network.blocks[1].mlp.router.balance.offset_E for network in (model, task.model))
+    assert not torch.equal(kept, trained)
+    last = checkpoint.read(tmp_path / "checkpoints" / "last.pt")["model"]["blocks.1.mlp.router.balance.offset_E"]
+    assert torch.equal(last, trained)
 
 
 def test_tensorboard_reads_what_the_metrics_say(tmp_path):

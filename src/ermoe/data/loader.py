@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,6 +13,13 @@ from ermoe.data.ahead import Request, prepared
 from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, ImagesInMemory
 from ermoe.data.order import Indices, Order, evaluation_batches, share
+
+
+def some_batches(loader: Loader, transform: Transform, *, num_images: int = 1024) -> Iterator[Batch]:
+    """About so many images of a loader with another transform, drawn by a hash: the same ones on every process."""
+    order = Order(len(loader.images), min(64, len(loader.images)), seed=0)
+    drawn = Loader(loader.images, transform, order, device=loader.device)
+    return (batch for (batch,) in islice(drawn.epoch(), -(-num_images // order.batch_size)))
 
 
 @dataclass(slots=True)

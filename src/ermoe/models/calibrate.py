@@ -84,6 +84,22 @@ def calibrate(
     return chosen
 
 
+def settle_offsets(
+    model: nn.Module, batches: Iterable[Any], *, max_tokens: int = 32_768, rounds: int = 2, seed: int = 0
+) -> None:
+    """Solves every layer's offsets anew, in place, and leaves thresholds as they are.
+
+    Training finds offsets for augmented images; for plain ones they are a little off, as batch-norm statistics are.
+    The arguments are those of `calibrate`. Nothing is done to a model without offsets.
+    """
+    routers = {name: router for name, router in _top_k_routers(model).items() if router.balance is not None}
+    batches = list(batches) if routers and rounds > 1 else batches
+    for _ in range(rounds if routers else 0):
+        samples = _sample_scores(model, routers, batches, max_tokens, seed)
+        for name, router in routers.items():
+            _set(router, samples[name].scores(), router.threshold)
+
+
 def _check(batches: object, capacity_factor: float | None, rounds: int) -> None:
     refuse_tensor(batches)
     if rounds < 1:
@@ -101,11 +117,7 @@ def _why_missed(result: Calibration, budget: float) -> str:
 
 def _routers(model: nn.Module, budget: float | None) -> dict[str, TopKRouter]:
     """The routers that can be calibrated, by the names of their layers."""
-    routers = {
-        name: layer.router
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoE) and isinstance(layer.router, TopKRouter)
-    }
+    routers = _top_k_routers(model)
     if not any(router.balance is not None or router.below_threshold == "prune" for router in routers.values()):
         raise UserError(
             "nothing to calibrate: no layer of this model has offsets (balance='offset') or prunes "
@@ -120,6 +132,14 @@ def _routers(model: nn.Module, budget: float | None) -> dict[str, TopKRouter]:
         if budget is not None and not 1 <= budget <= router.top_k:
             raise UserError(f"budget={budget}: need 1 <= budget <= top_k={router.top_k} experts a token")
     return routers
+
+
+def _top_k_routers(model: nn.Module) -> dict[str, TopKRouter]:
+    return {
+        name: layer.router
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoE) and isinstance(layer.router, TopKRouter)
+    }
 
 
 class _Sample:
@@ -200,6 +220,7 @@ def _settle(router: TopKRouter, sample: _Sample, budget: float | None) -> Calibr
     return _measure(router, sample)
 
 
+@torch.no_grad()
 def _set(router: TopKRouter, score_TE: Tensor, threshold: float) -> None:
     router.threshold = threshold
     if router.balance is not None:

@@ -10,7 +10,8 @@ Letters: T tokens, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,17 @@ class MeanBalance(Balance):
 
 def _moved_in_float32(old: Tensor, new: Tensor) -> Tensor:
     return new.float() if old.is_meta or new.is_meta else old.to(new.device)
+
+
+@contextmanager
+def offsets_restored(model: nn.Module) -> Iterator[None]:
+    """After the block every layer has the offsets it had before."""
+    before = [(module, module.offset_E.clone()) for module in model.modules() if isinstance(module, Balance)]
+    try:
+        yield
+    finally:
+        for balance, offset_E in before:
+            balance.offset_E.copy_(offset_E)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from ermoe.errors import UserError
 from ermoe.models.io import save
 from ermoe.models.weights.state import load_state
 from ermoe.nn import orthogonality_loss, retract, update_balance
+from ermoe.nn.balance import offsets_restored
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.train import checkpoint
 from ermoe.train.average import Average
@@ -94,10 +95,11 @@ def fit(
                     trainer.save(run, _Position(epoch, step + 1, where.best, figures))
             if settings.retract:
                 retract(task.model)
-            figures = trainer.evaluate()
-            log.write((epoch + 1) * steps_per_epoch, "test", figures)
-            where = _Position(epoch + 1, 0, max(where.best, figures.get(task.goal, -math.inf)), figures)
-            trainer.keep_models(run, epoch + 1, is_best=figures.get(task.goal) == where.best)
+            with trainer.as_kept():
+                figures = trainer.evaluate()
+                log.write((epoch + 1) * steps_per_epoch, "test", figures)
+                where = _Position(epoch + 1, 0, max(where.best, figures.get(task.goal, -math.inf)), figures)
+                trainer.keep_models(run, epoch + 1, is_best=figures.get(task.goal) == where.best)
             trainer.save(run, where)
     return figures
 
@@ -210,15 +212,22 @@ class _Trainer:
         if not bool(_whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
             raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
-    def evaluate(self) -> dict[str, float]:
-        """The task's figures, of the averaged weights if there are any."""
-        with self._averaged():
-            figures = self.task.evaluate()
+    @contextmanager
+    def as_kept(self) -> Iterator[None]:
+        """Within the block the model is what is judged and kept: the averaged weights, if there are any, settled."""
+        with self._averaged(), offsets_restored(self.task.model):
+            self.task.settle()
             reshard(self.task.model)
-        return figures
+            yield
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else self.average.in_place()
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's figures of the model as it is."""
+        figures = self.task.evaluate()
+        reshard(self.task.model)
+        return figures
 
     def keep_models(self, run: RunFolder, epoch: int, *, is_best: bool) -> None:
         """Writes the models that are kept for use, as folders that `ermoe.load` reads."""
@@ -228,11 +237,10 @@ class _Trainer:
         folders += [run.final] if epoch == settings.epochs else []
         if not folders:
             return
-        with self._averaged():
-            model = self._whole_model()
-            if self.group.is_main:
-                for folder in folders:
-                    save(model, folder)
+        model = self._whole_model()
+        if self.group.is_main:
+            for folder in folders:
+                save(model, folder)
 
     def _whole_model(self) -> nn.Module:
         if self.skeleton is self.task.model:

@@ -27,6 +27,12 @@ class Task(Protocol):
     def loss(self, network: nn.Module, batch: Any) -> Tensor:
         """The mean loss of a batch; ``network`` is the model, wrapped for training."""
 
+    def settle(self) -> None:
+        """Fits what is not learned by gradients, such as offsets, to the weights that are about to be judged and kept.
+
+        Training goes on from the offsets it had.
+        """
+
     def evaluate(self) -> dict[str, float]:
         """Figures of the model as it is, over all processes; called on every one of them."""
 

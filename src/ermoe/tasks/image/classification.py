@@ -17,9 +17,10 @@ from ermoe.analysis import measures
 from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation, Batch, Transform
 from ermoe.data.images import Images
-from ermoe.data.loader import Loader
+from ermoe.data.loader import Loader, some_batches
 from ermoe.data.order import Order
 from ermoe.errors import UserError
+from ermoe.models.calibrate import settle_offsets
 from ermoe.train.distributed import Processes, sum_over_processes
 from ermoe.train.settings import Training
 
@@ -94,6 +95,11 @@ class Classification:
         smooth: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "none"}
         own_B, other_B = (F.cross_entropy(logit_BC, label, **smooth) for label in (batch.label, batch.other_label))
         return torch.lerp(other_B, own_B, batch.share.to(own_B)).mean()
+
+    def settle(self) -> None:
+        """Offsets for images as they are, from some of the training set: the same ones on every process."""
+        plain = some_batches(self.train_loader, transform_for(self.model))
+        settle_offsets(self.model, (as_model(self.model, batch.image) for batch in plain))
 
     def evaluate(self) -> dict[str, float]:
         """Accuracies and loss on the test set and, of a sparse model, the routing of its images."""

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ermoe.analysis.recorder import moe_layers, record_routing
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation
 from ermoe.data.captions.schema import CaptionSet
-from ermoe.data.loader import Loader
+from ermoe.data.loader import Loader, some_batches
 from ermoe.data.order import Indices, Order
 from ermoe.errors import UserError
+from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clip.model import CLIP
 from ermoe.models.clip.tokens import tokenise
 from ermoe.models.clip.towers import trim
@@ -124,6 +125,12 @@ class Contrastive:
             for image, text in self.objective.pairs(image_BD, text_BD)
         ]
         return torch.stack(losses).sum()
+
+    def settle(self) -> None:
+        """Offsets for images as they are, from some of the training set: the same ones on every process."""
+        dtype = self.clip.logit_scale.dtype
+        plain = some_batches(self.loader, image_transform(self.clip))
+        settle_offsets(self.clip.visual, (batch.image.to(dtype) for batch in plain))
 
     def evaluate(self) -> dict[str, float]:
         """Retrieval within the dev split, the temperature and, of a sparse model, the routing of its images."""
