@@ -33,20 +33,6 @@ class Preset:
         return upcycle(model, init="random", inplace=True, generator=generator, **self.sparsity)
 
 
-def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Options of `ermoe.upcycle` for weights that have learned nothing yet; rivals' are left as they are.
-
-    A token is compared with what attention gave it, attention is not bent to the routing, and no chosen expert is left
-    without a share of the mixture.
-
-    >>> from_scratch({"balance": "offset"})
-    {'context_of': 'attention', 'context_grad': False, 'weight_floor': 1.0, 'balance': 'offset'}
-    """
-    if sparsity is None or sparsity.get("router", "eigen") != "eigen":
-        return sparsity
-    return {"context_of": "attention", "context_grad": False, "weight_floor": 1.0, **sparsity}
-
-
 def paper_b16() -> Preset:
     """The paper's ViT-B/16: 8 experts, 2 a token, in blocks 1, 3, …, 11; T = 0.5, no offsets.
 

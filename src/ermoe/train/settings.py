@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ermoe.errors import UserError
 
@@ -11,6 +12,11 @@ _NOT_NEGATIVE = (
     *("base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip"),
     *("orthogonality", "retract_every", "save_every", "keep_every"),
 )
+
+
+STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
+"""For a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its
+experts from one step to the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from ermoe.models.baselines.sfcn import SFCN
 from ermoe.models.baselines.swin3d import Swin3D
 from ermoe.models.brain.age_head import AgeBins, AgeHead, AgeRegression
 from ermoe.models.brain.contrast import num_channels, reduction
+from ermoe.models.scratch import FROM_SCRATCH, restart_ffns
 from ermoe.models.upcycle import upcycle
 from ermoe.models.vit3d import ViT3D
-from ermoe.train.settings import Training
+from ermoe.train.settings import STEADY_BASES, Training
 
 NETWORKS = ("ermoe", "ermoe-context", "vit3d", "swin3d", "sfcn")
 """ERMoE-ba with the prototype score of Alg. 2 or the context score of Eq. 5, and what it is compared with."""
@@ -113,11 +114,13 @@ class Recipe:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.training.seed)
             network = self._network(head.num_outputs)
+        generator = torch.Generator().manual_seed(self.training.seed)
+        if self.method not in WITHOUT_CUBES:
+            restart_ffns(network, generator)
         if not self.has_experts:
             return network
         score = "eigenbasis" if self.method == "ermoe-context" else "prototype"
-        generator = torch.Generator().manual_seed(self.training.seed)
-        return upcycle(network, init="random", inplace=True, generator=generator, score=score, **self.sparsity)
+        return upcycle(network, init="same", inplace=True, generator=generator, score=score, **self.sparsity)
 
     def _network(self, num_outputs: int) -> nn.Module:
         common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": num_channels(self.input)}
@@ -140,6 +143,9 @@ class Recipe:
         return {**asdict(self), "preprocessing": self.preprocessing.to_dict()}
 
 
+_EIGHT_EXPERTS: dict[str, Any] = {**FROM_SCRATCH, "num_experts": 8, "top_k": 2, "blocks": "every-2"}
+
+
 def small(method: str) -> Recipe:
     """For two cores and a few dozen people: 252 cubes of 32 mm, width 64, depth 4, experts in blocks 1 and 3.
 
@@ -152,13 +158,14 @@ def small(method: str) -> Recipe:
             "patch_size": 16, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0, "global_pool": "avg",
             "drop_path_rate": 0.1,
         },
-        sparsity={"num_experts": 8, "top_k": 2, "blocks": "every-2", "route_rank": 16},
+        sparsity={**_EIGHT_EXPERTS, "route_rank": 16},
         rivals={
             "sfcn": {"channels": (16, 32, 64, 128, 128, 64), "drop_rate": 0.3},
             "swin3d": {"embed_dim": 12, "depths": (1, 1, 2, 1), "num_heads": (2, 4, 8, 16)},
         },
         training=Training(
-            epochs=6, batch_size=16, base_lr=3.2e-2, warmup_epochs=1.0, ema=0.95, clip=1.0, log_every=10
+            epochs=6, batch_size=16, base_lr=3.2e-2, warmup_epochs=1.0, ema=0.95, clip=1.0, log_every=10,
+            **STEADY_BASES,
         ),
         head="bins",
         sigma=4.0,
@@ -199,13 +206,13 @@ def tiny(method: str) -> Recipe:
         size={
             "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "global_pool": "avg"
         },
-        sparsity={"num_experts": 8, "top_k": 2, "blocks": "every-2", "route_rank": 8},
+        sparsity={**_EIGHT_EXPERTS, "route_rank": 8},
         rivals={
             "sfcn": {"channels": (4, 4, 8, 8, 8, 8)},
             "swin3d": {"embed_dim": 6, "window_size": 2, "depths": (1,) * 4, "num_heads": (1, 2, 2, 2)},
         },
         preprocessing=Preprocessing(spacing_mm=6.0, shape=(32, 40, 32)),
-        training=Training(epochs=2, batch_size=4, base_lr=0.1, warmup_epochs=0.2, ema=0.9, log_every=5),
+        training=Training(epochs=2, batch_size=4, base_lr=0.1, warmup_epochs=0.2, ema=0.9, log_every=5, **STEADY_BASES),
         volumes_per_epoch=16,
         evaluate_every=1,
         augmentation=VolumeAugmentation(),

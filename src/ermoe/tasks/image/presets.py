@@ -20,10 +20,10 @@ from torch import nn
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
 from ermoe.models.baselines.image_level import STYLES, image_level
-from ermoe.models.presets import from_scratch
+from ermoe.models.scratch import from_scratch, restart_ffns
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.foreign import load_weights
-from ermoe.train.settings import Training
+from ermoe.train.settings import STEADY_BASES, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Recipe:
             return _image_level(self, num_classes, weights)
         generator = torch.Generator().manual_seed(self.training.seed)
         model = _timm_model(self, num_classes, pretrained=weights == "timm")
+        if self.init == "same" and weights is None:
+            restart_ffns(model, generator)
         if weights is not None and weights != "timm":
             _start_from(model, weights)
         if self.sparsity is None:
@@ -101,11 +103,6 @@ def paper(sparsity: dict[str, Any] | None) -> Recipe:
     return Recipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION)
 
 
-# Of a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its experts
-# from one step to the next.
-_STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
-
-
 def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe:
     """ViT of width 96 and depth 4 for CIFAR, with experts in blocks 1 and 3, from scratch within minutes.
 
@@ -115,7 +112,7 @@ def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe
     return Recipe(
         "vit_tiny_patch16_224",
         sparsity,
-        Training(epochs=4, base_lr=2.5e-3, warmup_epochs=0.4, ema=0.99, log_every=25, **_STEADY_BASES),
+        Training(epochs=4, base_lr=2.5e-3, warmup_epochs=0.4, ema=0.99, log_every=25, **STEADY_BASES),
         Augmentation(),
         init="same",
         model_args={"img_size": 32, "patch_size": patch_size, "embed_dim": 96, "depth": 4, "num_heads": 3} | _SMALL,
@@ -127,7 +124,7 @@ def smallest(sparsity: dict[str, Any] | None) -> Recipe:
     return Recipe(
         "vit_tiny_patch16_224",
         sparsity,
-        Training(epochs=20, batch_size=64, base_lr=1.2e-2, warmup_epochs=2.0, ema=0.95, log_every=10, **_STEADY_BASES),
+        Training(epochs=20, batch_size=64, base_lr=1.2e-2, warmup_epochs=2.0, ema=0.95, log_every=10, **STEADY_BASES),
         NO_AUGMENTATION,
         init="same",
         model_args={"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 4, "num_heads": 3} | _SMALL,

@@ -20,9 +20,10 @@ from ermoe.models.clip.model import CLIP, create_clip
 from ermoe.models.clip.towers import TextShape
 from ermoe.models.clip.weights import load_clip_weights
 from ermoe.models.io import load
+from ermoe.models.scratch import from_scratch, restart_ffns
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.foreign import load_weights
-from ermoe.train.settings import Training
+from ermoe.train.settings import STEADY_BASES, Training
 
 VARIANTS = ("clip", "clip-moe", "long-clip", "fix-clip-style")
 
@@ -36,7 +37,7 @@ class Recipe:
         text: shape of the text tower.
         embed_dim: width of the common space.
         sparsity: options of `ermoe.upcycle`; None leaves the image tower dense.
-        init: "dense" where the image tower starts from weights, "random" from scratch.
+        init: "dense" where the image tower starts from weights, "same" from scratch.
         text_tower: "frozen" or "tuned".
         variant: "clip", or a rival: "clip-moe" (experts in both towers, only gates learn), "long-clip" (248 tokens,
             primary components), "fix-clip-style" (two branches).
@@ -78,6 +79,8 @@ class Recipe:
         model = create_clip(
             self.architecture, self.text, embed_dim=self.embed_dim, image_args=self.image_args, seed=self.training.seed
         )
+        if self.init == "same" and weights is None:
+            restart_ffns(model, torch.Generator().manual_seed(self.training.seed))
         if weights is not None:
             load_clip_weights(model, weights, parts=("image", "text") if image_weights is None else ("text",))
         if image_weights is not None:
@@ -133,14 +136,17 @@ def small(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned") -> Reci
     return Recipe(
         "vit_tiny_patch16_224",
         _SMALL_TEXT,
-        Training(epochs=20, batch_size=128, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=23),
+        Training(
+            epochs=20, batch_size=128, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=23,
+            **STEADY_BASES,
+        ),
         Augmentation(),
-        sparsity,
+        from_scratch(sparsity),
         embed_dim=128,
         image_args=_SMALL_IMAGE,
-        init="random",
+        init="same",
         text_tower=text_tower,
-    )
+    )  # fmt: skip
 
 
 def tiny(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned", variant: str = "clip") -> Recipe:
@@ -148,12 +154,12 @@ def tiny(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned", variant:
     return Recipe(
         "vit_tiny_patch16_224",
         TextShape(context_length=16 if variant != "long-clip" else 77, width=32, heads=2, layers=2),
-        Training(epochs=2, batch_size=8, base_lr=2e-2, warmup_epochs=0.5, ema=0.9, log_every=2),
+        Training(epochs=2, batch_size=8, base_lr=2e-2, warmup_epochs=0.5, ema=0.9, log_every=2, **STEADY_BASES),
         Augmentation(),
-        sparsity,
+        from_scratch(sparsity),
         embed_dim=32,
         image_args={"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "global_pool": "avg"},
-        init="random",
+        init="same",
         text_tower=text_tower,
         variant=variant,
     )

@@ -1,0 +1,39 @@
+"""What a model needs that starts from scratch, where the defaults are made for pretrained weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ermoe.models.families import family_of
+
+FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
+"""Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
+it, attention is not bent to the routing, and no chosen expert is left without a share of the mixture."""
+
+
+def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Options of `ermoe.upcycle`, with those of `FROM_SCRATCH` for the eigen router; rivals' are left as they are.
+
+    >>> from_scratch({"balance": "offset"})
+    {'context_of': 'attention', 'context_grad': False, 'weight_floor': 1.0, 'balance': 'offset'}
+    """
+    if sparsity is None or sparsity.get("router", "eigen") != "eigen":
+        return sparsity
+    return {**FROM_SCRATCH, **sparsity}
+
+
+@torch.no_grad()
+def restart_ffns(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Gives every feed-forward network of a dense ViT Xavier-uniform weights and zero biases, in place.
+
+    Backbones start them at a deviation of 0.02, whatever their width: in a narrow model that is a third of Xavier's,
+    and it takes hundreds of steps until they do anything.
+    """
+    family = family_of(model)
+    for _, block in family.blocks(model):
+        ffn = family.ffn(block)
+        for linear, fresh in zip(ffn.linears(), ffn.fresh(generator).linears(), strict=True):
+            linear.assign(fresh.W, fresh.b)
