@@ -21,6 +21,8 @@ TRAINING = {
     "log_every": 1,
     "orthogonality": 1e-2,
     "orthogonality_every": 2,
+    "basis_lr": 0.5,
+    "retract_every": 6,
 }
 
 

@@ -88,9 +88,11 @@ def fit(
                     log.write(now, "train", trainer.agree(line, now))
                 log.step(now)
                 ends = step + 1 == steps_per_epoch
-                saves = settings.save_every > 0 and (step + 1) % settings.save_every == 0
-                if ends or saves:
+                retracts, saves = (_is_due(every, step) for every in (settings.retract_every, settings.save_every))
+                if ends or retracts or saves:
                     trainer.check_weights(now)
+                if retracts:
+                    retract(task.model)
                 if saves and not ends:
                     trainer.save(run, _Position(epoch, step + 1, where.best, figures))
             if settings.retract:
@@ -102,6 +104,11 @@ def fit(
                 trainer.keep_models(run, epoch + 1, is_best=figures.get(task.goal) == where.best)
             trainer.save(run, where)
     return figures
+
+
+def _is_due(every: int, step: int) -> bool:
+    """Whether this step of an epoch is one of every so many; 0 for never."""
+    return every > 0 and (step + 1) % every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +177,6 @@ class _Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         update_balance(model)
-        if settings.retract_every and (step + 1) % settings.retract_every == 0:
-            retract(model)
         if self.average is not None:
             self.average.update()
         return {"loss": task_loss, "lr": rate, "gradient_norm": norm, **routing} if watch else {}

@@ -13,7 +13,7 @@ from ermoe.errors import UserError
 from ermoe.models.clip.model import create_clip
 from ermoe.models.clip.tokens import tokenise
 from ermoe.models.clip.towers import TextShape
-from ermoe.models.clip.weights import load_clip_weights
+from ermoe.models.clip.weights import load_clip_weights, to_open_clip
 from ermoe.models.upcycle import upcycle
 
 WIDTH, LAYERS, PATCH, SIDE, DIM = 64, 3, 8, 32, 24
@@ -112,6 +112,8 @@ def test_another_image_size_is_resized_and_reported(tmp_path):
             lambda state: state.update({"positional_embedding": torch.zeros(77, 32)}),
             r"\(77, 32\) instead of \(12, 32\)",
         ),
+        (lambda state: state.update({"visual.proj": torch.zeros(4)}), r"visual\.proj has shape \(4,\), not that of a"),
+        (lambda state: state.update({"logit_scale": torch.zeros(2)}), r"logit_scale has shape \(2,\), not one number"),
     ],
 )
 def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path, change, complaint):
@@ -123,6 +125,15 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path, change, com
     with pytest.raises(UserError, match=complaint):
         load_clip_weights(model, tmp_path / "clip.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_queries_keys_and_values_of_different_shapes_are_refused():
+    prefix = "text_model.encoder.layers.0.self_attn"
+    state = {
+        f"{prefix}.{part}_proj.weight": torch.zeros(4, width) for part, width in zip("qkv", (4, 4, 3), strict=True)
+    }
+    with pytest.raises(UserError, match="cannot be joined"):
+        to_open_clip(state)
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,13 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     state = {name: tensor for name, tensor in state.items() if not _NOT_WEIGHTS.search(name)}
     if any(name.startswith("text_model.") for name in state):
         state = _from_hugging_face(state)
-    if (projection := state.get("visual.proj")) is not None:
+    if "visual.proj" in state:
         # A matrix from the left in open_clip's towers, a linear layer in timm's.
-        state["visual.proj"] = projection.mT.contiguous()
+        state["visual.proj"] = _turned(state, "visual.proj")
     state = _renamed(state, (*_OPEN_CLIP_TEXT, *_OPEN_CLIP_IMAGE))
     if (scale := state.get("logit_scale")) is not None:
+        if scale.numel() != 1:
+            raise UserError(f"logit_scale has shape {tuple(scale.shape)}, not one number: this is no CLIP checkpoint")
         state["logit_scale"] = scale.reshape(1)
     for name, axes in (("visual.trunk.cls_token", 1), ("visual.trunk.pos_embed", 2)):
         if name in state and state[name].dim() == axes:
@@ -121,12 +123,25 @@ def _from_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
             names = [f"{match[1]}.self_attn.{part}_proj.{match[3]}" for part in "qkv"]
             if lacking := [part for part in names if part not in state]:
                 raise UserError(f"the checkpoint has {name} without {lacking[0]}: it is incomplete")
-            joined[f"{match[1]}.attn.in_proj_{match[3]}"] = torch.cat([state[part] for part in names])
+            joined[f"{match[1]}.attn.in_proj_{match[3]}"] = _stacked(state, names)
         elif name in ("text_projection.weight", "visual_projection.weight"):
-            joined[name] = tensor.mT.contiguous()
+            joined[name] = _turned(state, name)
         else:
             joined[name] = tensor
     return _renamed(joined, _HUGGING_FACE)
+
+
+def _turned(state: dict[str, Tensor], name: str) -> Tensor:
+    if state[name].dim() != 2:
+        raise UserError(f"{name} has shape {tuple(state[name].shape)}, not that of a matrix: the file is damaged")
+    return state[name].mT.contiguous()
+
+
+def _stacked(state: dict[str, Tensor], names: list[str]) -> Tensor:
+    shapes = {tuple(state[name].shape) for name in names}
+    if len(shapes) > 1 or () in shapes:
+        raise UserError(f"{names[0]} and its companions have shapes {sorted(shapes)}: they cannot be joined")
+    return torch.cat([state[name] for name in names])
 
 
 def _fit_positions(state: dict[str, Tensor], model: CLIP) -> tuple[dict[str, Tensor], tuple[str, ...]]:
