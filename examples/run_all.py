@@ -1,4 +1,4 @@
-"""Run every example in this folder, one after the other, and fail if one of them does.
+"""Run every example in this folder, one on each core, and fail if one of them does.
 
     python examples/run_all.py [NAME ...]
 
@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT_SECONDS = 300
 
 
-def run(example: Path) -> str | None:
-    """Run one example; None if it went well, otherwise what it said, and why it failed."""
-    env = {**os.environ, "MPLBACKEND": "Agg"}
+def run(example: Path) -> tuple[str | None, float]:
+    """Run one example; None if it went well, otherwise what it said, and why it failed; and the seconds it took."""
+    env = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output.log"), "w+b") as log:
         try:
             code = subprocess.run(
@@ -36,7 +38,7 @@ def run(example: Path) -> str | None:
             code, reason = -1, f"stopped after {TIMEOUT_SECONDS} s"
         log.seek(0)
         output = log.read().decode(errors="replace")
-    return None if code == 0 else f"{output.rstrip()}\n{reason}".lstrip()
+    return None if code == 0 else f"{output.rstrip()}\n{reason}".lstrip(), time.perf_counter() - start
 
 
 def main(names: list[str]) -> int:
@@ -44,18 +46,16 @@ def main(names: list[str]) -> int:
     if unknown := set(names) - {path.stem for path in examples}:
         print(f"no such example: {', '.join(sorted(unknown))} (there are: {', '.join(p.stem for p in examples)})")
         return 2
+    chosen = [path for path in examples if not names or path.stem in names]
     failures = 0
-    for example in examples:
-        if names and example.stem not in names:
-            continue
-        start = time.perf_counter()
-        complaint = run(example)
-        verdict = "ok" if complaint is None else "FAILED"
-        print(f"{example.name:40} {verdict:6} {time.perf_counter() - start:6.1f} s", flush=True)
-        if complaint is not None:
-            failures += 1
-            print(complaint, flush=True)
-    print(f"examples: {failures} of {len(names or examples)} failed")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for example, (complaint, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
+            verdict = "ok" if complaint is None else "FAILED"
+            print(f"{example.name:40} {verdict:6} {seconds:6.1f} s", flush=True)
+            if complaint is not None:
+                failures += 1
+                print(complaint, flush=True)
+    print(f"examples: {failures} of {len(chosen)} failed")
     return int(failures > 0)
 
 
