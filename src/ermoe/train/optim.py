@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import Tensor, nn
+from torch import nn
 
 from ermoe.nn import no_weight_decay
 from ermoe.nn.orthogonality import bases
@@ -31,14 +31,14 @@ def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
         groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
     for group in groups:
         group.setdefault("lr_scale", 1.0)
+    is_basis = {id(basis) for basis in bases(model)}
     if settings.basis_lr != 1:
-        groups = [part for group in groups for part in _bases_apart(group, list(bases(model)), settings.basis_lr)]
+        groups = [part for group in groups for part in _bases_apart(group, is_basis, settings.basis_lr)]
     return torch.optim.AdamW(groups, lr=settings.lr)
 
 
-def _bases_apart(group: dict[str, Any], bases: list[Tensor], factor: float) -> list[dict[str, Any]]:
+def _bases_apart(group: dict[str, Any], is_basis: set[int], factor: float) -> list[dict[str, Any]]:
     """A group of parameters as two, of which the one with the bases learns at ``factor`` times the rate."""
-    is_basis = {id(basis) for basis in bases}
     own = [parameter for parameter in group["params"] if id(parameter) in is_basis]
     others = [parameter for parameter in group["params"] if id(parameter) not in is_basis]
     slowed = {**group, "params": own, "lr_scale": factor * group["lr_scale"]}

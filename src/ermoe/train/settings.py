@@ -9,10 +9,9 @@ from ermoe.errors import UserError
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _NOT_NEGATIVE = (
-    *("base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip"),
-    *("orthogonality", "retract_every", "save_every", "keep_every"),
-)
-
+    "base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip", "orthogonality", "retract_every", "save_every",
+    "keep_every",
+)  # fmt: skip
 
 STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
 """For a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its
