@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
     is_basis = {id(basis) for basis in bases(model)}
     if settings.basis_lr != 1:
         groups = [part for group in groups for part in _bases_apart(group, is_basis, settings.basis_lr)]
-    return torch.optim.AdamW(groups, lr=settings.lr)
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
 def _bases_apart(group: dict[str, Any], is_basis: set[int], factor: float) -> list[dict[str, Any]]:

@@ -66,12 +66,16 @@ def encode_images(
 
 @torch.no_grad()
 def encode_tokens(model: CLIP, id_TL: Tensor, *, batch_size: int = 256, group: Processes | None = None) -> Tensor:
-    """Features of tokenised texts, (T, D), complete on every process."""
+    """Features of tokenised texts, (T, D), complete on every process.
+
+    Texts of a batch are of like length, so that little is computed for padding.
+    """
     group = Processes(device=model.logit_scale.device) if group is None else group
     model.eval()
     feature_TD = torch.zeros(len(id_TL), model.embed_dim, device=group.device, dtype=model.logit_scale.dtype)
+    by_length_T = (id_TL != 0).sum(1).argsort(stable=True)
     for index_B in evaluation_batches(len(id_TL), batch_size, rank=group.rank, num_processes=group.num):
-        rows = torch.from_numpy(index_B)
+        rows = by_length_T[torch.from_numpy(index_B)]
         encoded = model.encode_text(trim(id_TL[rows]).long().to(group.device), normalize=True)
         feature_TD[rows.to(group.device)] = encoded
     return _shared(feature_TD)

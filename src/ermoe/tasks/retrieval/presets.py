@@ -137,7 +137,7 @@ def small(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned") -> Reci
         "vit_tiny_patch16_224",
         _SMALL_TEXT,
         Training(
-            epochs=20, batch_size=128, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=23,
+            epochs=10, batch_size=128, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=23,
             **STEADY_BASES,
         ),
         Augmentation(),
