@@ -137,10 +137,10 @@ def small(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned") -> Reci
         "vit_tiny_patch16_224",
         _SMALL_TEXT,
         Training(
-            epochs=10, batch_size=128, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=23,
-            **STEADY_BASES,
+            epochs=12, batch_size=64, base_lr=2e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=46,
+            orthogonality_every=10, **STEADY_BASES,
         ),
-        Augmentation(),
+        Augmentation(crop="resized"),
         from_scratch(sparsity),
         embed_dim=128,
         image_args=_SMALL_IMAGE,
