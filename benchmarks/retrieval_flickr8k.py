@@ -120,17 +120,17 @@ def _cell(values: list[float]) -> str:
 
 
 def verdict(records: list[dict[str, Any]]) -> str:
-    """Whether every dense run clears the bar in both directions."""
-    ratios = [
-        record["test"]["figures"][name] / record["test"]["chance"][name]
-        for record in records
-        if record["row"] == "dense"
-        for name in ("i2t_r10", "t2i_r10")
-    ]
-    if not ratios:
+    """Whether the dense tower clears the bar in both directions, in the mean over seeds, and how its worst run does."""
+    dense = [record["test"] for record in records if record["row"] == "dense"]
+    if not dense:
         return "no dense run yet"
-    word = "held" if min(ratios) >= BAR else "MISSED"
-    return f"{word}: R@10 of the dense tower is at least {min(ratios):.1f} times chance (bar: {BAR})"
+    times = [[test["figures"][name] / test["chance"][name] for test in dense] for name in ("i2t_r10", "t2i_r10")]
+    means = [statistics.fmean(own) for own in times]
+    word = "held" if min(means) >= BAR else "MISSED"
+    return (
+        f"{word}: R@10 of the dense tower is {means[0]:.1f} (I2T) and {means[1]:.1f} (T2I) times chance in the mean of "
+        f"{len(dense)} seeds, {min(map(min, times)):.1f} in the worst run and direction (bar: {BAR})"
+    )
 
 
 def main(study: Study) -> None:
