@@ -117,7 +117,7 @@ def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLik
     found = pictures(index.root, [hit.file for hit in hits])
     shown = [(thumbnail(found, place), hit.file) for place, hit in enumerate(hits)]
     rows = [[str(place), hit.file, f"{hit.cosine:.3f}"] for place, hit in enumerate(hits, 1)]
-    page.section("Found", "Best first.", [table(["", "file", "cosine"], rows), tiles(shown)])
+    page.section("Found", "Best first.", [tiles(shown), table(["", "file", "cosine"], rows)])
     return page.write(path)
 
 
