@@ -1,5 +1,6 @@
 """Batches: order, isolation and kept variants beside what they stand for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,20 @@ def test_kept_variants_are_augmented_inputs(kind, tolerance, tmp_path):
     assert again[0].shape == plain[0][0].shape
     still = Variants(cache, VolumeAugmentation(probability=0.0, noise=0.0, bias_field=0.0, gamma=0.0), kind, 1)
     torch.testing.assert_close(still.input(scan, seed=0, epoch=0, index=0)[0], plain[0][0], atol=tolerance, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("blocks", 2e-3), ("t1", 4e-3)])
+@pytest.mark.parametrize("swapped", [None, (1, 2, 0)])
+def test_kept_tissues_are_those_made_anew(kind, tolerance, swapped, tmp_path):
+    anew = ScanSet(KeptBalls(tmp_path), people(2), kind, regions=True, swapped=swapped)
+    kept = replace(anew, variants=4)
+    every = np.arange(len(anew))
+    for _ in range(2):  # written, then read
+        found, wanted = kept.batch(every), anew.batch(every)
+        torch.testing.assert_close(found.input_BCXYZ, wanted.input_BCXYZ, atol=tolerance, rtol=2e-3)
+        assert torch.equal(found.mask_BXYZ, wanted.mask_BXYZ)
+        assert torch.equal(found.region_B, wanted.region_B)
+    assert len(list(tmp_path.rglob("*.npz"))) == len(anew)
 
 
 def test_small_sets_go_round_and_resume_at_any_step():

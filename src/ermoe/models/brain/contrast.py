@@ -30,6 +30,8 @@ INPUTS = ("t1", "contrast", "blocks")
 grey and white matter in blocks of voxels and in the whole brain."""
 BLOCK = 4
 """Voxels along the edge of a block."""
+VERSION = 2
+"""Raised whenever a scan comes to look different to a network, so that inputs that were kept are made anew."""
 _CHANNELS = {"t1": 1, "contrast": 2, "blocks": 6}
 _TYPICAL_SHARES = (0.20, 0.45, 0.35)  # inside usual brain masks
 _BLOCK_SPREAD, _BRAIN_SPREAD = 0.3, 0.06  # of shares over blocks; twice that over people, to be not too loud

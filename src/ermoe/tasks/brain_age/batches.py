@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ermoe.data.ahead import Request, prepared
 from ermoe.data.brain.augment import VolumeAugmentation
 from ermoe.data.brain.cache import VolumeCache
-from ermoe.data.brain.preprocess import Volume, isolate
 from ermoe.data.brain.scans import TISSUES, Scan
 from ermoe.data.order import Indices, Order, evaluation_batches, share
-from ermoe.models.brain.contrast import network_input
+from ermoe.tasks.brain_age.inputs import isolated_input, voxels, whole_input
 from ermoe.tasks.brain_age.variants import Variants
 
 
@@ -79,34 +77,19 @@ class ScanSet:
         number, region = divmod(which, len(TISSUES)) if self.regions else (which, 0)
         scan = self.scans[number]
         age = float("nan") if scan.age is None else scan.age
-        if self.variants and not self.regions:
-            kept = Variants(self.cache, augmentation, self.kind, 1 if augmentation is None else self.variants)
-            return (*kept.input(scan, seed=seed, epoch=epoch, index=index), age, 0)
+        shown = None if not self.regions else region if self.swapped is None else self.swapped[region]
+        if self.variants:
+            number = 1 if augmentation is None else self.variants
+            kept = Variants(self.cache, augmentation, self.kind, number, shown)
+            return (*kept.input(scan, seed=seed, epoch=epoch, index=index), age, region)
         volume = self.cache.volume(scan, with_tissue=self.regions)
-        if self.regions:
-            shown = region if self.swapped is None else self.swapped[region]
+        if shown is not None:
             return (*isolated_input(self.kind, volume, shown), age, region)
-        t1, mask = torch.from_numpy(np.array(volume.t1_XYZ)), torch.from_numpy(np.array(volume.mask_XYZ))
+        t1, mask = voxels(volume)
         if augmentation is not None:
             spacing_mm = self.cache.preprocessing.spacing_mm
             t1, mask = augmentation(t1, mask, seed=seed, epoch=epoch, index=index, spacing_mm=spacing_mm)
-        seen, mask = network_input(self.kind, t1.unsqueeze(0), mask.unsqueeze(0))
-        return seen[0], mask[0], age, 0
-
-
-def isolated_input(kind: str, volume: Volume, region: int) -> tuple[Tensor, Tensor]:
-    """The network's input for one tissue alone, and that tissue's mask.
-
-    As "t1" it is T1 × tissue, normalised inside the tissue. As "contrast" it is that of the whole scan × tissue, which
-    needs no normalisation.
-    """
-    assert volume.tissue_3XYZ is not None
-    only = torch.from_numpy(np.asarray(volume.tissue_3XYZ[region]) > 0.5)
-    if kind == "t1":
-        return torch.from_numpy(np.array(isolate(volume, TISSUES[region]))).unsqueeze(0) * only, only
-    t1, mask = torch.from_numpy(np.array(volume.t1_XYZ)), torch.from_numpy(np.array(volume.mask_XYZ))
-    seen, kept = network_input(kind, t1.unsqueeze(0), mask.unsqueeze(0), only.unsqueeze(0))
-    return seen[0], kept[0]
+        return (*whole_input(self.kind, t1, mask), age, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,10 +144,9 @@ def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
     volumes, scans = place.volumes(recipe), phantom_scans(recipe, place)
     place.console.print(f"learning {len(scans)} phantoms, kept in {folder}", highlight=False, soft_wrap=True)
     network = recipe.build(head)
-    if recipe.has_experts and recipe.warm_start_epochs:
-        regions = ScanSet(volumes, scans, recipe.input, regions=True)
-        network = learn_regions(network, own, head, regions, folder / "warm-start", place)
     whole = ScanSet(volumes, scans, recipe.input, variants=recipe.phantoms.variants if recipe.variants else 0)
+    if recipe.has_experts and recipe.warm_start_epochs:
+        network = learn_regions(network, own, head, replace(whole, regions=True), folder / "warm-start", place)
     return learn(network, own, head, whole, folder, place)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def learn_fold(
     network = chosen.build(head) if is_learnt(folder) else start(chosen, head, init, place)
     warm = chosen.has_experts and chosen.warm_start_epochs and init == "random"
     if warm and has_tissue and not is_learnt(folder):
-        regions = ScanSet(volumes, training.scans, chosen.input, regions=True)
+        regions = replace(training, regions=True)
         network = learn_regions(network, chosen, head, regions, folder / "warm-start", place)
     elif warm and not has_tissue and fold == 0:
         place.console.print("no tissue maps: region experts start without a warm start", highlight=False)

@@ -1,4 +1,4 @@
-"""Augmented inputs that are made once and kept, because on a few cores augmenting costs more than learning.
+"""Inputs that are made once and kept, because on a few cores making them costs more than learning.
 
 Every scan has a fixed number of variants, of which epochs draw one. All folds, seeds and methods share them.
 """
@@ -19,7 +19,8 @@ from ermoe.data.brain.cache import VolumeCache
 from ermoe.data.brain.scans import Scan
 from ermoe.data.randomness import hashed
 from ermoe.files import replacing
-from ermoe.models.brain.contrast import network_input
+from ermoe.models.brain.contrast import VERSION
+from ermoe.tasks.brain_age.inputs import isolated_input, voxels, whole_input
 
 _LEVELS = 255
 
@@ -27,6 +28,8 @@ _LEVELS = 255
 @dataclass(frozen=True, slots=True)
 class Variants:
     """``number`` augmented inputs of each scan, or one plain input, in files beside the prepared volumes.
+
+    With ``region`` the input is that of one tissue alone, which is not augmented.
 
     Contrast is kept in steps of 1/255, the others in half precision: 2 MB a variant of 96 × 112 × 96 voxels, of blocks
     0.2 MB.
@@ -36,6 +39,7 @@ class Variants:
     augmentation: VolumeAugmentation | None
     kind: str
     number: int
+    region: int | None = None
 
     def input(self, scan: Scan, *, seed: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """The network's input (C, X, Y, Z) and the mask of the variant that (seed, epoch, index) draw."""
@@ -50,19 +54,24 @@ class Variants:
         return volume / _LEVELS if values.dtype == np.uint8 else volume, torch.from_numpy(mask)
 
     def _make(self, scan: Scan, variant: int, path: Path) -> None:
-        volume = self.cache.volume(scan)
-        t1, mask = torch.from_numpy(np.array(volume.t1_XYZ)), torch.from_numpy(np.array(volume.mask_XYZ))
-        person = int.from_bytes(hashlib.blake2b(scan.key.encode(), digest_size=4).digest(), "big")
-        spacing_mm = self.cache.preprocessing.spacing_mm
-        if self.augmentation is not None:
-            t1, mask = self.augmentation(t1, mask, seed=0, epoch=variant, index=person, spacing_mm=spacing_mm)
-        seen, shown = (part[0].numpy() for part in network_input(self.kind, t1.unsqueeze(0), mask.unsqueeze(0)))
+        seen, shown = (part.numpy() for part in self._made(scan, variant))
         kept = np.rint(seen * _LEVELS).astype(np.uint8) if self.kind == "contrast" else seen.astype(np.float16)
         with replacing(path) as draft, open(draft, "wb") as file:
             np.savez(file, input=kept, mask=np.packbits(shown))
 
+    def _made(self, scan: Scan, variant: int) -> tuple[Tensor, Tensor]:
+        volume = self.cache.volume(scan, with_tissue=self.region is not None)
+        if self.region is not None:
+            return isolated_input(self.kind, volume, self.region)
+        t1, mask = voxels(volume)
+        person = int.from_bytes(hashlib.blake2b(scan.key.encode(), digest_size=4).digest(), "big")
+        spacing_mm = self.cache.preprocessing.spacing_mm
+        if self.augmentation is not None:
+            t1, mask = self.augmentation(t1, mask, seed=0, epoch=variant, index=person, spacing_mm=spacing_mm)
+        return whole_input(self.kind, t1, mask)
+
     def _path(self, scan: Scan, variant: int) -> Path:
         changes = None if self.augmentation is None else asdict(self.augmentation)
-        recipe = json.dumps({"kind": self.kind, "augmentation": changes}, sort_keys=True)
-        name = hashlib.blake2b(recipe.encode(), digest_size=6).hexdigest()
+        recipe = {"kind": self.kind, "augmentation": changes, "region": self.region, "version": VERSION}
+        name = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=6).hexdigest()
         return self.cache.folder / f"variants-{name}" / f"{self.cache.key(scan)}-{variant:02d}.npz"
