@@ -120,8 +120,11 @@ class Evaluate:
     """Draws of images for the intervals."""
 
     def __call__(self, console: Console) -> None:
-        from ermoe.tasks.retrieval.evaluation import evaluate, record_path
+        from ermoe.tasks.retrieval.evaluation import evaluate
         from ermoe.tasks.retrieval.report import write_report
+
+        if self.report is not None and self.report.is_dir():
+            raise UserError(f"--report {self.report} is a folder: name a file, such as {self.report / 'report.html'}")
 
         evaluation = evaluate(
             self.model, self.data, self.protocol, split=self.split, images=self.images, again=self.again,
@@ -130,8 +133,7 @@ class Evaluate:
         _show(evaluation.record, console)
         if evaluation.retrieval is None:
             console.print(
-                f"(read on {evaluation.record['date']}, from {record_path(self.model, self.protocol, self.split)}; "
-                "--again reads the split another time)",
+                f"(read on {evaluation.record['date']}, from {evaluation.path}; --again reads the split another time)",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -174,6 +176,8 @@ class Search:
     """Also show what was found on a small page."""
     model: str | None = None
     """Where the model lies now, if it moved."""
+    images: Path | None = None
+    """Where the images lie now, if they moved."""
 
     def __call__(self, console: Console) -> None:
         from rich.table import Table
@@ -182,19 +186,21 @@ class Search:
 
         if bool(self.query) == (self.image is not None):
             raise UserError('say what to look for: ermoe retrieve search INDEX "a dog on a beach", or --image FILE')
-        index = open_index(self.index, model=self.model)
+        index = open_index(self.index, model=self.model, images=self.images)
         hits = (
             index.search(self.query, top=self.top)
             if self.image is None
             else index.search_like(self.image, top=self.top)
         )
-        table = Table("", "file", "cosine")
+        table = Table("")
+        table.add_column("file", overflow="fold")
+        table.add_column("cosine")
         for place, hit in enumerate(hits, 1):
             table.add_row(str(place), hit.file, f"{hit.cosine:.3f}")
         console.print(table)
         if self.html is not None:
             query = self.query or f"like {self.image}"
-            console.print(f"written: {write_hits(index, query, hits, self.html)}", highlight=False)
+            console.print(f"written: {write_hits(index, query, hits, self.html)}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +226,8 @@ class Classify:
         from ermoe.tasks.retrieval.index import pictures
         from ermoe.tasks.retrieval.run import load_clip
 
+        if self.top < 1:
+            raise UserError(f"--top {self.top}: need at least 1")
         if bool(self.images) == (self.data is not None):
             raise UserError("give image files, or --data with a labelled set")
         model, names = load_clip(self.model), _names(self.classes)
@@ -282,7 +290,7 @@ def run(argv: list[str]) -> None:
     )
     from rich.console import Console
 
-    command(Console())
+    command(Console(markup=False, emoji=False))  # names of files and classes are not instructions
 
 
 def _names(classes: tuple[str, ...]) -> list[str]:
@@ -291,6 +299,8 @@ def _names(classes: tuple[str, ...]) -> list[str]:
         from ermoe.data.captions.text_files import read_text
 
         return [line.strip() for line in read_text(Path(classes[0])).splitlines() if line.strip()]
+    if len(classes) == 1 and classes[0].endswith(".txt"):
+        raise UserError(f"{classes[0]} does not exist: name a file with a class a line, or two classes or more")
     return list(classes)
 
 
@@ -303,10 +313,13 @@ def _show(record: dict[str, Any], console: Console) -> None:
     header, rows = table_rows(record)
     table = Table(title=f"{record['protocol']}, {record['split']}: {size}")
     for place, name in enumerate(header):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+        table.add_column(name, justify="right" if place else "left", no_wrap=True, min_width=0 if place else 8)
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    console.print(record["found"], highlight=False, soft_wrap=True)
+    if record["cut_captions"]:
+        console.print(f"{record['cut_captions']:,} captions are longer than the text tower: cut", highlight=False)
     medians = f"{record['figures']['i2t_median_rank']:g} / {record['figures']['t2i_median_rank']:g}"
     console.print(
         f"median ranks {medians}; {record['tied_queries']} tied queries; training images: {record['training_images']}",

@@ -19,6 +19,8 @@ def prepared(
     prepare: Callable[[Request], Answer], requests: list[Request], *, workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Answer]:
     """What ``prepare`` makes of every request, in order; in this process without ``workers``."""
+    if workers < 0:
+        raise UserError(f"workers={workers}: need 0 (none) or more")
     reader = _Reader(prepare)
     answers: Iterable[Any] = (reader[request] for request in requests)
     if workers:

@@ -80,6 +80,8 @@ def evaluation_batches(num_images: int, batch_size: int, *, rank: int = 0, num_p
     >>> [batch.tolist() for batch in evaluation_batches(5, 2, rank=1, num_processes=2)]
     [[2, 3], []]
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size={batch_size}: need at least 1")
     for start in range(0, num_images, batch_size * num_processes):
         begin = start + rank * batch_size
         yield np.arange(min(begin, num_images), min(begin + batch_size, num_images))

@@ -109,7 +109,11 @@ def pairs(shard: Path, suffix: str) -> list[Pair]:
                 if not member.isfile() or not stem:
                     continue
                 if f".{ending.lower()}" in SUFFIXES:
+                    if key in images:
+                        raise UserError(f"{shard}: {key} has two images; write the shard anew, with a key for each")
                     images[key] = (member.offset_data, member.size)
+                elif f".{ending.rpartition('.')[2].lower()}" in SUFFIXES:
+                    raise UserError(f"{shard}: {member.name} has a dot in its key; write the shard anew, without it")
                 elif ending == suffix and (file := tar.extractfile(member)) is not None:
                     beside[key] = file.read()
             _check_end(tar, shard)

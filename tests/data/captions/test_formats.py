@@ -135,3 +135,50 @@ def test_one_text_an_image_follows_from_seed_and_epoch(tmp_path):
     assert (captions.one_text_each(image_B[3:], seed=1, epoch=0) == first[3:]).all(), "whoever asks, and whenever"
     drawn = {int(t) for epoch in range(60) for t in captions.one_text_each(image_B, seed=1, epoch=epoch)}
     assert drawn == set(range(30)), "every caption gets its turn"
+
+
+HOSTILE = {
+    "nothing.json": ("[]", "names no image"),
+    "number.json": ('[{"image": 5, "caption": "a"}]', "not text"),
+    "half.json": ('[{"image": "a.jpg", "caption": "\\ud83d"}]', "half of a character"),
+    "deep.json": ("[" * 100_000, "nested too deeply"),
+    "id.json": (
+        '{"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"id": "x", "image_id": 1}]}',
+        "damaged",
+    ),
+    "two_splits.csv": ("image,caption,split\na.jpg,one,train\na.jpg,two,test\n", "decide for one"),
+    "strange.csv": ("image,caption,split\na.jpg,one,train\nb.jpg,two,exam\n", "in the split 'exam'"),
+    "open.csv": ('image,caption\na.jpg,"a dog\nb.jpg,runs"\n', "not closed"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_get_a_sentence(name, tmp_path):
+    content, complaint = HOSTILE[name]
+    (tmp_path / name).write_text(content)
+    split = "train" if name == "strange.csv" else "all"
+    with pytest.raises(UserError, match=complaint):
+        open_captions(tmp_path / name, split=split)
+
+
+def test_splits_may_be_written_large_and_old_line_ends_are_read(tmp_path):
+    layouts.flickr8k(tmp_path)
+    first, second = sorted(path.name for path in (tmp_path / "images").glob("*.jpg"))[:2]
+    table = tmp_path / "own.csv"
+    table.write_bytes(f"image,caption,split\r{first},a dog,Train\r{second},a cat,\r".encode())
+    found = open_captions(table, split="train", images=tmp_path / "images")
+    assert found.texts == ["a dog"]
+    assert "1 images of the file are in no split" in found.found
+
+
+def test_a_named_protocol_wants_to_know_its_split_and_no_image_twice(tmp_path):
+    layouts.flickr8k(tmp_path, train=2, dev=2, test=1000)
+    listing = tmp_path / "Flickr_8k.testImages.txt"
+    names = listing.read_text().splitlines()
+    listing.write_text("\n".join([*names[:-1], names[0]]))
+    with pytest.raises(UserError, match="twice"):
+        open_captions(tmp_path, "flickr8k-1k", "test")
+    for other in tmp_path.glob("Flickr_8k.*Images.txt"):
+        other.unlink()
+    with pytest.raises(UserError, match="does not say which of its images"):
+        open_captions(tmp_path, "flickr8k-1k", "test")

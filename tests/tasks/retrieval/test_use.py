@@ -11,8 +11,9 @@ from data.make import class_folders
 from ermoe.cli.main import main
 from ermoe.data.captions.catalogue import open_captions
 from ermoe.errors import UserError
+from ermoe.models.clip.model import UNKNOWN_PRETRAINING
 from ermoe.tasks.retrieval.classify import class_features
-from ermoe.tasks.retrieval.evaluation import evaluate
+from ermoe.tasks.retrieval.evaluation import evaluate, training_images
 from ermoe.tasks.retrieval.figures import RECALLS
 from ermoe.tasks.retrieval.index import build_index, open_index
 from ermoe.tasks.retrieval.plots import similarities
@@ -26,6 +27,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("retrieval")
     layouts.flickr8k(folder / "flickr", train=16, dev=6, test=8)
     train("tiny-ermoe", folder / "flickr", folder / "run", cache=True, epochs=1)
+    train("tiny-dense", folder / "flickr", folder / "dense", cache=True, epochs=1)
     return folder
 
 
@@ -37,10 +39,38 @@ def test_test_is_read_once_and_every_other_look_is_counted(place):
     assert set(first.record["figures"]) == {*RECALLS, "i2t_median_rank", "t2i_median_rank", "rsum"}
     second = evaluate(place / "run", place / "flickr", "custom", draws=20)
     assert second.retrieval is None
-    assert second.record == json.loads((place / "run" / "retrieval-custom-test.json").read_text())
+    assert second.record == json.loads(second.path.read_text())
+    best = evaluate(place / "run" / "checkpoints" / "best", place / "flickr", "custom", draws=20)
+    assert best.retrieval is None  # the same model by another name
     third = evaluate(place / "run", place / "flickr", "custom", draws=20, again=True)
     assert third.record["reads"] == 2
     assert third.record["figures"] == first.record["figures"]
+
+
+def test_another_pool_has_a_record_of_its_own(place, tmp_path):
+    earlier = evaluate(place / "run", place / "flickr", "custom", draws=20)
+    other = evaluate(place / "run", layouts.coco(tmp_path / "coco"), "custom", split="all", draws=20)
+    assert other.retrieval is not None
+    assert other.path != earlier.path
+    with pytest.raises(UserError, match="does not exist"):
+        evaluate(place / "run", tmp_path / "nowhere", "custom")
+    earlier.path.write_text("[]")
+    with pytest.raises(UserError, match="damaged"):
+        evaluate(place / "run", place / "flickr", "custom")
+    earlier.path.unlink()
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": -5}, {"draws": 0}, {"workers": -1}])
+def test_numbers_that_mean_nothing_are_refused(place, wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        evaluate(place / "run", place / "flickr", "custom", again=True, **wrong)
+
+
+def test_weights_of_ours_bring_their_training_images_along(place, tmp_path):
+    model = recipe("tiny-dense").build(weights=str(place / "dense" / "model" / "model.safetensors"))
+    assert training_images(model) == 16
+    model.remember([UNKNOWN_PRETRAINING])
+    assert training_images(model) == "16, and unknown ones before"
 
 
 def test_a_pool_with_training_images_is_refused(place, tmp_path):
@@ -183,6 +213,65 @@ def test_a_foreign_file_becomes_a_model_folder(tmp_path, capsys):
     state.pop("trained_on")
     save_file(state, tmp_path / "clip.safetensors")
     assert main(["retrieve", "convert", "tiny-dense", str(tmp_path / "clip.safetensors"), str(tmp_path / "model")]) == 0
-    assert len(ermoe.load(tmp_path / "model").trained_on) == 0
+    assert training_images(ermoe.load(tmp_path / "model")) == "unknown"
     assert main(["retrieve", "convert", "small-dense", str(tmp_path / "clip.safetensors"), str(tmp_path / "x")]) == 2
     assert "does not fit this CLIP" in capsys.readouterr().err
+
+
+def test_sparse_from_weights_computes_what_the_weights_do(place):
+    weights = str(place / "dense" / "model" / "model.safetensors")
+    dense, sparse = (recipe(f"tiny-{method}").build(weights=weights).eval() for method in ("dense", "ermoe"))
+    image = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse.encode_image(image), dense.encode_image(image), atol=1e-4, rtol=1e-4)
+
+
+def test_a_preset_that_starts_from_a_clip_wants_its_file(place, tmp_path):
+    with pytest.raises(UserError, match="give its file with --weights"):
+        train("openai-b16-ermoe", place / "flickr", tmp_path / "run")
+
+
+def test_names_are_shown_as_they_are(place, tmp_path, capsys):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    source = next((place / "flickr").rglob("*.jpg"))
+    (folder / "dog[copy].jpg").write_bytes(source.read_bytes())
+    build_index(place / "run", folder, tmp_path / "index")
+    assert main(["retrieve", "search", str(tmp_path / "index"), "a dog"]) == 0
+    assert "dog[copy].jpg" in capsys.readouterr().out
+    classes = ["[red]dog", "cat[/x]", ":dog:"]
+    assert main(["retrieve", "classify", str(place / "run"), str(source), "--classes", *classes]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in classes)
+
+
+def test_an_index_says_what_has_moved(place, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(next((place / "flickr").rglob("*.jpg")).read_bytes())
+    build_index(place / "run", folder, tmp_path / "index")
+    folder.rename(tmp_path / "moved")
+    found = ["retrieve", "search", str(tmp_path / "index"), "a dog", "--html", str(tmp_path / "found.html")]
+    assert main(found) == 2
+    assert main([*found, "--images", str(tmp_path / "moved")]) == 0
+    listing = tmp_path / "index" / "index.json"
+    content = json.loads(listing.read_text())
+    listing.write_text(json.dumps({**content, "model": str(tmp_path / "gone")}))
+    with pytest.raises(UserError, match="say where it lies now with --model"):
+        open_index(tmp_path / "index")
+    listing.write_text("[]")
+    with pytest.raises(UserError, match="damaged"):
+        open_index(tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    ("classes", "templates", "complaint"),
+    [(["a", ""], ["{}"], "no name"), (["a", "a"], ["{}"], "twice"), (["a", "b"], ["no place"], "no place")],
+)
+def test_classes_that_cannot_be_told_apart_are_refused(classes, templates, complaint):
+    with pytest.raises(UserError, match=complaint):
+        class_features(recipe("tiny-dense").build(), classes, templates)
+
+
+def test_a_template_may_hold_other_braces():
+    class_features(recipe("tiny-dense").build(), ["a", "b"], ["a {x} of {} and {}"])

@@ -22,7 +22,7 @@ _IMAGES = (
     "flickr30k_images/flickr30k_images", "train2014", "val2014", "train2017", "val2017",
 )  # fmt: skip
 _FORMATS = {".json", ".token", ".csv", ".tsv"}
-_OWN_NAMES = {"train": ("train", "restval"), "dev": ("val", "dev", "valid"), "test": ("test",)}
+_OWN_NAMES = {"train": ("train", "restval"), "dev": ("val", "dev", "valid", "validation"), "test": ("test",)}
 _LISTS = {
     split: (f"Flickr_8k.{stem}Images.txt", f"{split}_images.txt", f"{split}.lst")
     for split, stem in (("train", "train"), ("dev", "dev"), ("test", "test"))
@@ -87,6 +87,10 @@ def _caption_set(
     num_texts = sum(map(len, captions))
     protocol.check(split, len(ids), num_texts, source)
     repeated = len(ids) - len(set(ids))
+    if repeated and protocol.sizes:
+        raise UserError(
+            f"{source}: {repeated} images of the split {split!r} are there twice, which {protocol.name} is not"
+        )
     found = f"{protocol.name}, {split}: {len(ids):,} images, {num_texts:,} captions from {source}"
     found += f"; {unused} images of the file are in no split" if unused else ""
     found += f"; {repeated} images are there twice" if repeated else ""
@@ -115,7 +119,8 @@ def _only_caption_file(place: Path) -> Path:
         for folder in _BELOW
         if (place / folder).is_dir()
         for path in sorted((place / folder).iterdir())
-        if path.suffix in _FORMATS or path.name in ("captions.txt", "Flickr8k.token.txt")
+        if Path(path.name.removesuffix(".gz")).suffix in _FORMATS
+        or path.name.removesuffix(".gz") in ("captions.txt", "Flickr8k.token.txt")
     ]
     if len(found) != 1:
         listed = ", ".join(path.name for path in found) or "none"
@@ -125,20 +130,36 @@ def _only_caption_file(place: Path) -> Path:
 
 def _of_split(listed: list[Annotation], path: Path, protocol: Protocol, split: str) -> list[Annotation]:
     """By the splits in the file, by lists beside it, by a hash where the protocol says so, or all of it."""
+    if not listed:
+        raise UserError(f"{path} names no image: name a caption file")
     if split == "all" or protocol.is_whole:
         return listed
     if any(own.split for own in listed):
-        chosen = [own for own in listed if own.split in _OWN_NAMES[split]]
+        _refuse_unknown_splits(listed, path)
+        chosen = [own for own in listed if own.split.lower() in _OWN_NAMES[split]]
     elif (names := _split_list(path, split)) is not None:
         chosen = _by_list(listed, names, path)
     elif split in protocol.hashed_splits:
         low, high = protocol.hashed_splits[split]
         chosen = [own for own in listed if low <= id_hash(named_id(own.file) or own.file) / 2**63 < high]
-    else:
+    elif path.name.removesuffix(".gz") in protocol.own_files(split):
         chosen = listed
+    else:
+        raise UserError(
+            f"{path} does not say which of its images are {protocol.name}'s {split}: put the lists of the splits "
+            f"beside it, {_LISTS[split][0]} and others, or take a file that knows its splits"
+        )
     if not chosen:
-        raise UserError(f"{path} has no image for the split {split!r}: look at its splits, or use --split all")
+        raise UserError(f"{path} has no image for the split {split!r}: look at its splits; eval has --split all")
     return chosen
+
+
+def _refuse_unknown_splits(listed: list[Annotation], path: Path) -> None:
+    known = {name for names in _OWN_NAMES.values() for name in names}
+    if strange := next((own for own in listed if own.split and own.split.lower() not in known), None):
+        raise UserError(
+            f"{path}: image {strange.file} is in the split {strange.split!r}; use {', '.join(sorted(known))}, or none"
+        )
 
 
 def _split_list(path: Path, split: str) -> list[str] | None:
@@ -148,6 +169,9 @@ def _split_list(path: Path, split: str) -> list[str] | None:
 
 def _by_list(listed: list[Annotation], names: Sequence[str], path: Path) -> list[Annotation]:
     by_name = {own.file: own for own in listed}
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the list of a split beside {path} names {twice} twice: mend the list")
     if lacking := [name for name in names if name not in by_name]:
         raise UserError(
             f"{path} has no caption for {lacking[0]}, which the list of its split names ({len(lacking)} such): the two "
@@ -157,9 +181,11 @@ def _by_list(listed: list[Annotation], names: Sequence[str], path: Path) -> list
 
 
 def _unused(listed: list[Annotation], path: Path, protocol: Protocol) -> int:
-    """Images of the file that no list of a split names; files that know their splits use all."""
-    if protocol.is_whole or any(own.split for own in listed):
+    """Images of the file that are in no split, by its own column or by the lists beside it."""
+    if protocol.is_whole:
         return 0
+    if any(own.split for own in listed):
+        return sum(not own.split for own in listed)
     lists = [_split_list(path, split) for split in _LISTS]
     named = {name for names in lists if names is not None for name in names}
     return len({own.file for own in listed} - named) if named else 0

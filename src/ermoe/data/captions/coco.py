@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ermoe.data.captions.schema import Annotation
-from ermoe.data.captions.text_files import checked_caption, read_json
+from ermoe.data.captions.text_files import checked_caption, is_broken, one_split, read_json
 from ermoe.errors import UserError
 
 
@@ -20,7 +20,7 @@ def read(path: Path) -> list[Annotation]:
             return _coco(content, path)
         if "images" in content:
             return _karpathy(content, path)
-    except (KeyError, TypeError, AttributeError) as problem:
+    except (KeyError, TypeError, AttributeError, ValueError) as problem:
         raise UserError(f"{path}: an entry lacks {problem}; it is no caption file, or a damaged one") from problem
     raise UserError(
         f"{path} is no caption file: need COCO's {{images, annotations}}, Karpathy's {{images: [{{sentences}}]}} or a "
@@ -55,11 +55,13 @@ def _plain_list(content: list[Any], path: Path) -> list[Annotation]:
         name, given = entry["image"], entry["caption"]
         texts = given if isinstance(given, list) else [given]
         captions.setdefault(name, []).extend(checked_caption(text, f"{path}, image {name}") for text in texts)
-        splits[name] = entry.get("split", "")
+        one_split(splits, name, entry.get("split", ""), str(path))
     return [_with_captions(name, own, path, splits[name]) for name, own in captions.items()]
 
 
 def _with_captions(name: str, captions: list[str], path: Path, split: str = "") -> Annotation:
+    if not isinstance(name, str) or is_broken(name):
+        raise UserError(f"{path}: the file name of an image is {name!r}, not text; mend the file")
     if not captions:
         raise UserError(f"{path}: image {name} has no caption; write one, or remove its entry")
     return Annotation(name, tuple(captions), split)

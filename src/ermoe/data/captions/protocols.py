@@ -37,6 +37,11 @@ class Protocol:
     is_whole: bool = False
     hashed_splits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    def own_files(self, split: str) -> set[str]:
+        """Names of files that are this split and no other."""
+        others = {name for other, names in self.files.items() if other != split for name in names}
+        return set(self.files[split]) - others
+
     def check(self, split: str, num_images: int, num_captions: int, source: str) -> None:
         """Raises unless a split has the protocol's size."""
         expected = self.sizes.get(split)

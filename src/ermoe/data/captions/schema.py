@@ -8,6 +8,7 @@ Letters: I images, T texts.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,8 +35,8 @@ class Annotation:
 class CaptionSet:
     """One split of a protocol.
 
-    ``found`` is a sentence about what was read; ``ids`` name the images across data sets and releases (see
-    `ermoe.data.captions.ids`). Texts are listed image by image.
+    ``found`` is a sentence about what was read; ``fingerprint`` tells pools apart; ``ids`` name the images across data
+    sets and releases (see `ermoe.data.captions.ids`). Texts are listed image by image.
 
     >>> from ermoe.data.images import ImagesInMemory
     >>> pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
@@ -64,6 +65,8 @@ class CaptionSet:
         self.texts = [text for own in captions for text in own]
         self.num_texts_I = np.array([len(own) for own in captions], np.int64)
         self.first_text_I = np.cumsum(self.num_texts_I) - self.num_texts_I
+        named = "\n".join([*self.ids, "", *self.texts, "", *map(str, self.num_texts_I)])
+        self.fingerprint = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
         self.text_to_image_T: Tensor = torch.arange(len(ids)).repeat_interleave(torch.from_numpy(self.num_texts_I))
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ermoe.data.captions.schema import Annotation
-from ermoe.data.captions.text_files import checked_caption
+from ermoe.data.captions.text_files import checked_caption, one_split
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.reading import read_text
 from ermoe.errors import UserError
@@ -38,7 +38,8 @@ class _Columns:
 
 def read(path: Path) -> list[Annotation]:
     """The images of a token file or a table, in the order in which they first appear."""
-    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+    text = read_text(path).replace("\r\n", "\n").replace("\r", "\n")
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: name a caption file")
     rows = _tokens(lines, path) if _TOKEN.match(lines[0][1]) else _table(lines, path)
@@ -48,7 +49,7 @@ def read(path: Path) -> list[Annotation]:
         where = f"{path}, line {number}, image {file}"
         texts = _several(caption) or [caption]
         captions.setdefault(file, []).extend(checked_caption(text, where) for text in texts)
-        splits[file] = split
+        one_split(splits, file, split, where)
     return [Annotation(file, tuple(own), splits[file]) for file, own in captions.items()]
 
 
@@ -64,9 +65,9 @@ def _table(lines: list[_Line], path: Path) -> Iterator[tuple[int, str, str, str]
     separator = next((mark for mark in _SEPARATORS if mark in lines[0][1]), None)
     if separator is None:
         raise UserError(f"{path}: its first line has no tab, bar or comma; name a caption file")
-    columns, has_header = _columns(_cells(lines[0][1], separator), path)
+    columns, has_header = _columns(_cells(lines[0][1], separator, f"{path}, line 1"), path)
     for number, line in lines[has_header:]:
-        cells = _cells(line, separator)
+        cells = _cells(line, separator, f"{path}, line {number}")
         if len(cells) > columns.count and columns.caption == columns.count - 1:
             cells = line.split(separator, columns.count - 1)  # the caption has unquoted separators
         if len(cells) != columns.count:
@@ -77,9 +78,17 @@ def _table(lines: list[_Line], path: Path) -> Iterator[tuple[int, str, str, str]
         yield number, cells[columns.file].strip(), cells[columns.caption].strip(), split
 
 
-def _cells(line: str, separator: str) -> list[str]:
+def _cells(line: str, separator: str, where: str) -> list[str]:
     """Commas may be quoted, as the csv format says; bars and tabs are taken as they are."""
-    return next(csv.reader([line])) if separator == "," else line.split(separator)
+    if separator != ",":
+        return line.split(separator)
+    try:
+        cells = next(csv.reader([line]))
+    except csv.Error as problem:
+        raise UserError(f"{where}: {problem}; mend that line") from problem
+    if line.count('"') % 2 and ',"' in line:
+        raise UserError(f"{where}: a quotation mark is opened and not closed; write each caption on one line")
+    return cells
 
 
 def _columns(header: list[str], path: Path) -> tuple[_Columns, bool]:

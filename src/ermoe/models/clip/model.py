@@ -21,6 +21,8 @@ from ermoe.models.clip.towers import ImageTower, TextShape, TextTower
 
 START_SCALE = math.log(1 / 0.07)
 LARGEST_SCALE = math.log(100)
+UNKNOWN_PRETRAINING = "unknown pretraining"
+"""Stands among the ids of training images for those of weights from elsewhere."""
 
 
 class CLIP(CustomTextCLIP):

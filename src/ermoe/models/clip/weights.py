@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.clip.model import CLIP
+from ermoe.models.clip.model import CLIP, UNKNOWN_PRETRAINING
 from ermoe.models.sparse_block import SparseBlock
 from ermoe.models.weights.checkpoints import read_checkpoint
 from ermoe.models.weights.foreign import Translation, fit_sizes
@@ -77,12 +77,23 @@ def load_clip_weights(model: CLIP, path: str | os.PathLike[str], *, parts: tuple
         raise UserError(f"{path}: load weights into the dense model first, then make it sparse with ermoe.upcycle")
     _refuse_programs(Path(path))
     _check_activation(model, Path(path))
-    state = to_open_clip(read_checkpoint(path))
+    stored = read_checkpoint(path)
+    state = to_open_clip(stored)
     state, resized = _fit_positions(state, model)
     chosen = tuple(prefix for part in parts for prefix in _PREFIXES[part])
     wanted = {name: tensor for name, tensor in state.items() if name.startswith(chosen)}
     kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(chosen)}
-    return load_state(model, {**kept, **wanted}, source=path, resized=resized)
+    fit = load_state(model, {**kept, **wanted}, source=path, resized=resized)
+    _take_training_ids(model, stored.get("trained_on"))
+    return fit
+
+
+def _take_training_ids(model: CLIP, trained_on: Tensor | None) -> None:
+    """Weights of ours bring the ids of their training images along; of others nobody knows them."""
+    if trained_on is None or not len(trained_on):
+        model.remember([UNKNOWN_PRETRAINING])
+    else:
+        model.trained_on = torch.unique(torch.cat([model.trained_on, trained_on.to(model.trained_on)]))
 
 
 def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:

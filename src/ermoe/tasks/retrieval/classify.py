@@ -22,9 +22,15 @@ def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str]
     """One unit vector a class, (C, D): the mean over templates of the features of its name in them."""
     if len(classes) < 2:
         raise UserError(f"{len(classes)} classes: give at least two names to choose among")
+    if any(not name.strip() for name in classes):
+        raise UserError("a class has no name: write one for each")
+    if len(set(classes)) < len(classes):
+        raise UserError(
+            f"the class {next(c for c in classes if list(classes).count(c) > 1)!r} is there twice: name it once"
+        )
     if bad := [template for template in templates if "{}" not in template]:
         raise UserError(f"the template {bad[0]!r} has no place for a class: write {{}} where its name belongs")
-    texts = [template.format(name) for name in classes for template in templates]
+    texts = [template.replace("{}", name) for name in classes for template in templates]
     feature_CD = encode_texts(model, texts).unflatten(0, (len(classes), len(templates))).mean(1)
     return torch.nn.functional.normalize(feature_CD, dim=-1)
 

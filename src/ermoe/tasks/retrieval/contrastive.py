@@ -161,6 +161,8 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _check(train: CaptionSet, dev: CaptionSet, settings: Training, augmentation: Augmentation) -> None:
+    if settings.batch_size < 2:
+        raise UserError(f"batch_size={settings.batch_size}: pairs are told apart from each other; need at least 2")
     if settings.accumulate > 1:
         raise UserError(
             f"accumulate={settings.accumulate}: parts of a batch would not be each other's negatives; use a smaller "

@@ -21,19 +21,22 @@ from ermoe.data.captions.ids import id_hash
 from ermoe.data.captions.schema import CaptionSet
 from ermoe.errors import UserError
 from ermoe.files import replacing
-from ermoe.models.clip.model import CLIP
-from ermoe.tasks.retrieval.encode import encode_images, encode_texts
+from ermoe.models.clip.model import CLIP, UNKNOWN_PRETRAINING
+from ermoe.models.clip.tokens import tokenise
+from ermoe.tasks.retrieval.encode import encode_images, encode_tokens
 from ermoe.tasks.retrieval.figures import CUTS, RECALLS, Retrieval, retrieve
 from ermoe.tasks.retrieval.run import load_clip, save_id
+from ermoe.train.run_folder import RunFolder
 
 _TIES = {"middle": "ties half", "for": "ties in favour"}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The record that is kept and, unless it was read from a file, everything it came from."""
+    """The record that is kept, its file and, unless it was read from there, everything it came from."""
 
     record: dict[str, Any]
+    path: Path
     captions: CaptionSet | None = None
     image_ID: Tensor | None = None
     text_TD: Tensor | None = None
@@ -54,27 +57,33 @@ def evaluate(
 ) -> Evaluation:
     """Ranks a split of a protocol with the model that dev chose, in both directions.
 
-    The record is written to ``retrieval-PROTOCOL-SPLIT.json`` beside the model. If it is there already, it is
+    The record is written beside the model, see `record_path`. If there is one of this model and this very pool, it is
     returned instead, unless ``again`` asks for another look, which the record counts; dev may be read at will.
     """
+    if draws < 1:
+        raise UserError(f"draws={draws}: intervals need at least 1")
     model = load_clip(place)
-    path = record_path(place, protocol, split)
-    earlier = _earlier(path)
-    if earlier is not None and not again and split != "dev" and earlier["save"] == save_id(place):
-        return Evaluation(earlier)
     captions = open_captions(data, protocol, split, images=images)
     refuse_training_images(model, captions)
+    path = record_path(place, captions)
+    earlier = _earlier(path, captions.fingerprint)
+    if earlier is not None and not again and split != "dev" and earlier["save"] == save_id(place):
+        return Evaluation(earlier, path)
+    tokens = tokenise(captions.texts, model.context_length)
     image_ID = encode_images(model, captions.images, batch_size=batch_size, workers=workers)
-    text_TD = encode_texts(model, captions.texts)
+    text_TD = encode_tokens(model, tokens.id_TL)
     retrieval = retrieve(image_ID, text_TD, captions.text_to_image_T)
     record = {
         "protocol": protocol,
         "split": split,
         "num_images": len(captions),
         "num_captions": len(captions.texts),
+        "cut_captions": tokens.num_cut,
+        "pool": captions.fingerprint,
+        "found": captions.found,
         "model": os.fspath(place),
         "save": save_id(place),
-        "training_images": len(model.trained_on) or "unknown",
+        "training_images": training_images(model),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "reads": 1 + (0 if earlier is None else earlier["reads"]),
         **summarise(retrieval, draws=draws),
@@ -82,7 +91,7 @@ def evaluate(
     if path.parent.is_dir():
         with replacing(path) as draft:
             draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return Evaluation(record, captions, image_ID, text_TD, retrieval)
+    return Evaluation(record, path, captions, image_ID, text_TD, retrieval)
 
 
 def summarise(retrieval: Retrieval, *, draws: int = 1000) -> dict[str, Any]:
@@ -125,19 +134,37 @@ def refuse_training_images(model: CLIP, captions: CaptionSet) -> None:
         )
 
 
-def record_path(place: str | os.PathLike[str], protocol: str, split: str) -> Path:
-    """Where the record of an evaluation lies."""
-    return Path(place) / f"retrieval-{protocol}-{split}.json"
+def training_images(model: CLIP) -> int | str:
+    """How many training images a model knows of, and whether there were others before."""
+    known = model.trained_on.tolist()
+    if id_hash(UNKNOWN_PRETRAINING) not in known:
+        return len(known) or "unknown"
+    return f"{len(known) - 1:,}, and unknown ones before" if len(known) > 1 else "unknown"
 
 
-def _earlier(path: Path) -> dict[str, Any] | None:
+def record_path(place: str | os.PathLike[str], captions: CaptionSet) -> Path:
+    """``retrieval-PROTOCOL-SPLIT.json`` beside the model, or in the run folder that it is the best of.
+
+    A custom pool is known by its fingerprint: ``retrieval-custom-FINGERPRINT-SPLIT.json``.
+    """
+    home = Path(place)
+    run = RunFolder(home.parent.parent)
+    home = run.folder if run.best == home and run.config.is_file() else home
+    pool = f"{captions.protocol}-{captions.fingerprint}" if captions.protocol == "custom" else captions.protocol
+    return home / f"retrieval-{pool}-{captions.split}.json"
+
+
+def _earlier(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The record there, if it is of the same pool."""
     if not path.is_file():
         return None
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
+        return (
+            record if {"save", "reads", "figures", "date"} <= record.keys() and record["pool"] == fingerprint else None
+        )
+    except (ValueError, AttributeError, KeyError) as problem:
         raise UserError(f"{path} is damaged: remove it to evaluate anew") from problem
-    return record
 
 
 def best(query_D: Tensor, candidate_CD: Tensor, top: int) -> list[tuple[int, float]]:

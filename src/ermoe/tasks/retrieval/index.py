@@ -19,6 +19,7 @@ from torch import Tensor
 from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
+from ermoe.data.reading import printable
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.clip.model import CLIP
@@ -76,6 +77,8 @@ def build_index(
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise UserError(f"{root} holds no image files: name a folder of images")
+    if odd := [file for file in files if printable(file) != file]:
+        raise UserError(f"{printable(odd[0])} in {root} is not named in UTF-8: rename it")
     clip = load_clip(model)
     feature_ID = encode_images(clip, pictures(root, files), batch_size=batch_size, workers=workers)
     content = {"model": _lasting(model), "save": save_id(model), "root": str(root.resolve()), "files": files}
@@ -85,24 +88,32 @@ def build_index(
     return Index(root, files, feature_ID, clip)
 
 
-def open_index(folder: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None) -> Index:
-    """An index that `build_index` wrote; ``model`` says where its model lies now, if that moved."""
+def open_index(
+    folder: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None = None,
+    images: str | os.PathLike[str] | None = None,
+) -> Index:
+    """An index that `build_index` wrote; ``model`` and ``images`` say where these lie now, if they moved."""
     place = Path(folder)
     try:
         content: dict[str, Any] = json.loads((place / _FILES).read_text(encoding="utf-8"))
         feature_ID = load_file(place / _FEATURES)["image"]
+        made_by, save, root, files = (content[name] for name in ("model", "save", "root", "files"))
     except FileNotFoundError as problem:
         raise UserError(
             f"{place} is no index: make one with ermoe retrieve index MODEL IMAGES --out {place}"
         ) from problem
-    except (ValueError, KeyError, OSError, SafetensorError) as problem:
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as problem:
         raise UserError(f"{place} is damaged: make the index anew") from problem
-    where = content["model"] if model is None else model
-    if save_id(where) != content["save"]:
+    where = made_by if model is None else model
+    if Path(where).is_absolute() and not Path(where).exists():
+        raise UserError(f"{where}, which made {place}, is no longer there: say where it lies now with --model")
+    if save_id(where) != save:
         raise UserError(f"{where} is not the model that made {place}, or was trained since: make the index anew")
-    if len(feature_ID) != len(content["files"]):
-        raise UserError(f"{place} is damaged ({len(content['files'])} files, {len(feature_ID)} vectors): make it anew")
-    return Index(Path(content["root"]), content["files"], feature_ID, load_clip(where))
+    if len(feature_ID) != len(files):
+        raise UserError(f"{place} is damaged ({len(files)} files, {len(feature_ID)} vectors): make it anew")
+    return Index(Path(root if images is None else images), files, feature_ID, load_clip(where))
 
 
 def pictures(root: Path, files: list[str]) -> Images:
@@ -114,6 +125,8 @@ def pictures(root: Path, files: list[str]) -> Images:
 def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLike[str]) -> Path:
     """A small page that shows what was found."""
     page = Page(f"“{query}”", f"The {len(hits)} nearest of {len(index.files):,} images.")
+    if gone := [hit.file for hit in hits if not (index.root / hit.file).is_file()]:
+        raise UserError(f"{gone[0]} is no longer in {index.root}: say where the images lie now with --images")
     found = pictures(index.root, [hit.file for hit in hits])
     shown = [(thumbnail(found, place), hit.file) for place, hit in enumerate(hits)]
     rows = [[str(place), hit.file, f"{hit.cosine:.3f}"] for place, hit in enumerate(hits, 1)]

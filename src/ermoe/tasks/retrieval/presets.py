@@ -16,7 +16,7 @@ import torch
 from ermoe.data.augment import Augmentation
 from ermoe.errors import UserError
 from ermoe.models.baselines import clip_moe, long_clip
-from ermoe.models.clip.model import CLIP, create_clip
+from ermoe.models.clip.model import CLIP, UNKNOWN_PRETRAINING, create_clip
 from ermoe.models.clip.towers import TextShape
 from ermoe.models.clip.weights import load_clip_weights
 from ermoe.models.io import load
@@ -37,7 +37,7 @@ class Recipe:
         text: shape of the text tower.
         embed_dim: width of the common space.
         sparsity: options of `ermoe.upcycle`; None leaves the image tower dense.
-        init: "dense" where the image tower starts from weights, "same" from scratch.
+        init: what experts start from without weights: "same" from scratch; with weights it is always "dense".
         text_tower: "frozen" or "tuned".
         variant: "clip", or a rival: "clip-moe" (experts in both towers, only gates learn), "long-clip" (248 tokens,
             primary components), "fix-clip-style" (two branches).
@@ -89,9 +89,9 @@ class Recipe:
             _take_text_tower(model, text_from)
         if self.text_tower == "frozen" and weights is None and text_from is None:
             raise UserError("a frozen text tower must know something: give --weights of a CLIP, or --text-from a run")
-        return self._finish(model)
+        return self._finish(model, init=self.init if weights is None else "dense")
 
-    def _finish(self, model: CLIP) -> CLIP:
+    def _finish(self, model: CLIP, *, init: str) -> CLIP:
         generator = torch.Generator().manual_seed(self.training.seed)
         if self.variant == "long-clip":
             long_clip.stretch_positions(model)
@@ -99,7 +99,7 @@ class Recipe:
             model = clip_moe.clip_moe(model, generator=generator)
             clip_moe.train_only_gates(model)
         elif self.sparsity is not None:
-            upcycle(model, init=self.init, inplace=True, generator=generator, **self.sparsity)
+            upcycle(model, init=init, inplace=True, generator=generator, **self.sparsity)
         if self.text_tower == "frozen":
             model.freeze_text()
         return model
@@ -107,6 +107,7 @@ class Recipe:
 
 def _load_image_tower(model: CLIP, path: str) -> None:
     fit = load_weights(model.visual.trunk, path, strict=False)
+    model.remember([UNKNOWN_PRETRAINING])
     if fit.missing:
         raise UserError(
             f"{path} lacks {fit.missing[0]} ({len(fit.missing)} such): it holds weights of another image tower"
@@ -192,7 +193,7 @@ def b16(
 def paper_b16(sparsity: dict[str, Any] | None, *, text_tower: str = "frozen") -> Recipe:
     """The paper's setting: an ImageNet ViT-B/16 image tower, upcycled, with a new projection; CLIP's text tower frozen.
 
-    Run: ``ermoe retrieve train imagenet-b16-METHOD COCO --protocol coco-karpathy-5k --weights CLIP_FILE
+    Run: ``ermoe retrieve train imagenet-b16-METHOD-frozen COCO --protocol coco-karpathy-5k --weights CLIP_FILE
     --image-weights VIT_FILE``. Needs GPUs. The paper does not say how it was trained; this is our recipe.
     """
     return Recipe(

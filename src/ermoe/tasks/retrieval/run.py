@@ -57,6 +57,8 @@ def train(
     name = preset if isinstance(preset, str) else "own"
     chosen = recipe(preset) if isinstance(preset, str) else preset
     chosen = replace(chosen, training=replace(chosen.training, **changes))
+    if isinstance(preset, str) and chosen.init == "dense" and weights is None and text_from is None:
+        raise UserError(f"{preset} starts from a CLIP: give its file with --weights")
     text_from = None if text_from is None else str(chosen_model(text_from))
     model = chosen.build(weights=weights, image_weights=image_weights, text_from=text_from)
     train_set, dev_set = (open_captions(data, protocol, split, images=images) for split in ("train", "dev"))
@@ -114,4 +116,10 @@ def load_clip(place: str | os.PathLike[str]) -> CLIP:
 def save_id(place: str | os.PathLike[str]) -> str | None:
     """Which save of a model lies there, so that one that was trained further is told apart; None on the hub."""
     config = Path(chosen_model(place)) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("save") if config.is_file() else None
+    if not config.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+        return content.get("save")
+    except (ValueError, AttributeError) as problem:
+        raise UserError(f"{config} is damaged: copy the model again, or train it anew") from problem
