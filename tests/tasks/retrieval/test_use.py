@@ -274,4 +274,5 @@ def test_classes_that_cannot_be_told_apart_are_refused(classes, templates, compl
 
 
 def test_a_template_may_hold_other_braces():
-    class_features(recipe("tiny-dense").build(), ["a", "b"], ["a {x} of {} and {}"])
+    feature_CD = class_features(recipe("tiny-dense").build(), ["a", "b"], ["a {x} of {} and {}"])
+    torch.testing.assert_close(feature_CD.norm(dim=1), torch.ones(2))

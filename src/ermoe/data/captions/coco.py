@@ -20,6 +20,8 @@ def read(path: Path) -> list[Annotation]:
             return _coco(content, path)
         if "images" in content:
             return _karpathy(content, path)
+    except UserError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as problem:
         raise UserError(f"{path}: an entry lacks {problem}; it is no caption file, or a damaged one") from problem
     raise UserError(

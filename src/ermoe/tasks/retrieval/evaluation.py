@@ -160,10 +160,8 @@ def _earlier(path: Path, fingerprint: str) -> dict[str, Any] | None:
         return None
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return (
-            record if {"save", "reads", "figures", "date"} <= record.keys() and record["pool"] == fingerprint else None
-        )
-    except (ValueError, AttributeError, KeyError) as problem:
+        return record if record["pool"] == fingerprint else None
+    except (ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{path} is damaged: remove it to evaluate anew") from problem
 
 
