@@ -75,7 +75,8 @@ def main() -> None:
     seconds = take_turns({"plain": plain, "inspection": inspection}, rounds=options.rounds, warmup=0)
     pairs = zip(seconds["inspection"], seconds["plain"], strict=True)
     extra = statistics.median(with_ / without - 1 for with_, without in pairs)
-    result = Result("inspect_cost", {**vars(options), "out": str(options.out)}, reference="plain")
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    result = Result("inspect_cost", settings, reference="plain")
     result.tables["evaluation of all images"] = compare(seconds, "plain")
     result.figures |= {"extra time over a plain pass": extra, "report MB": report.stat().st_size / 1e6}
     result.bars = [

@@ -82,6 +82,8 @@ def test_routing_benchmark_reports_its_share():
     result = routing.run(SMALL, rounds=2, threads=1)
     assert [bar.limit for bar in result.bars] == [0.06, 0.10]
     assert all(bar.value > 0 for bar in result.bars)
+    names = {row.name for row in result.tables[routing.PARTS]}
+    assert {"floor", "our V-MoE", "our V-MoE: products", "ermoe R=504 r=56: combining"} <= names
 
 
 def test_a_missed_bar_is_called_missed(capsys):

@@ -11,7 +11,6 @@ from PIL import Image
 
 from ermoe.cli.main import main
 from ermoe.data.digits import digits
-from ermoe.nn import no_weight_decay
 from ermoe.tasks import demo
 from ermoe.tasks.demo_report import HEADER
 
@@ -116,15 +115,3 @@ def test_contenders_share_their_start_and_their_batches():
     assert len(one) == demo.Budget(epochs=2).steps(len(split)) == 36
     assert all(a[2].equal(b[2]) for a, b in zip(one, two, strict=True))
     assert not all(a[2].equal(b[2]) for a, b in zip(one, other, strict=True))
-
-
-def test_every_parameter_learns_and_only_matrices_decay():
-    model = demo.contenders(demo.Budget(), num_steps=10)[-1].model
-    groups = demo.parameter_groups(model, 1.0)
-    learnt = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(learnt) == sorted(id(parameter) for parameter in model.parameters())
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
-    assert names
-    assert not names & no_weight_decay(model)
-    assert not any(name.endswith("bias") for name in names)

@@ -1,4 +1,4 @@
-"""`ermoe bench routing`: what the decision costs, as a share of the layer's forward pass."""
+"""`ermoe bench routing`: what the decision costs, as a share of the layer's forward pass, and where the rest goes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ermoe.bench.clock import compare, take_turns
-from ermoe.bench.peers import Shape, eigen_layer, tokens
+from ermoe.bench.peers import Shape, build, eigen_layer, tokens
 from ermoe.bench.record import Bar, Result
 from ermoe.nn import MoE, Routing, TopKRouter
-from ermoe.nn.dispatch import plan
+from ermoe.nn.dispatch import combine, gather, plan
 
 _LIMITS = {56: 0.10, 32: 0.06}
+PARTS = "parts of a forward pass, over the floor"
 
 
 def run(shape: Shape, *, rounds: int, threads: int) -> Result:
@@ -37,7 +38,27 @@ def run(shape: Shape, *, rounds: int, threads: int) -> Result:
         if route_rank in _LIMITS:
             share = result.ratio(table, "routing")
             result.bars.append(Bar(f"routing / layer at route_rank {route_rank}", share, _LIMITS[route_rank]))
+    with torch.inference_mode():
+        work = {"floor": partial(build("floor", shape).eval(), x)}
+        for name in ("ermoe R=504 r=56", "our V-MoE"):
+            whole = build(name, shape).eval()
+            assert isinstance(whole, MoE)
+            work |= parts(name, whole, x, context)
+        result.tables[PARTS] = compare(take_turns(work, rounds=rounds), "floor")
     return result
+
+
+def parts(name: str, layer: MoE, x: Tensor, context: Tensor) -> dict[str, Callable[[], object]]:
+    """A whole layer, and each of its steps alone on what the step before it made."""
+    x_TD, pairs = x.flatten(0, 1), plan(layer.route(x, context))
+    rows_AD = gather(x_TD, pairs)
+    return {
+        name: partial(layer, x, context),
+        f"{name}: routing": partial(_decide, layer, x, context),
+        f"{name}: gathering": partial(gather, x_TD, pairs),
+        f"{name}: products": partial(layer.experts, rows_AD, pairs.count_E),
+        f"{name}: combining": partial(combine, layer.experts(rows_AD, pairs.count_E), pairs),
+    }
 
 
 def _decide(layer: MoE, x: Tensor, context: Tensor) -> object:

@@ -23,9 +23,10 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.digits import NUM_CLASSES, SIDE, Split, digits
 from ermoe.models.count import count
 from ermoe.models.upcycle import upcycle
-from ermoe.nn import no_weight_decay, orthogonality_loss, retract, update_balance
-from ermoe.nn.orthogonality import bases
+from ermoe.nn import orthogonality_loss, retract, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
+from ermoe.train.optim import build_optimizer
+from ermoe.train.settings import Training
 
 PATCH = 2
 """Pixels."""
@@ -38,7 +39,6 @@ SPARSE: dict[str, dict[str, Any]] = {
     "V-MoE": {"router": "v-moe"},
     "ERMoE": {"router": "eigen"},
 }
-_WEIGHT_DECAY = 0.05
 _BASIS_SPEED = 0.25
 _WARMUP = 0.15
 _MEAN, _STD = 0.305, 0.376  # of the training pixels
@@ -71,9 +71,9 @@ class Contender:
     @classmethod
     def of(cls, name: str, model: nn.Module, budget: Budget, num_steps: int) -> Contender:
         """With AdamW and a learning rate that rises briefly and falls."""
-        groups = parameter_groups(model, budget.learning_rate)
-        optimizer = torch.optim.AdamW(groups)
-        peaks = [group["lr"] for group in groups]
+        rate = budget.learning_rate * 256 / budget.batch_size
+        optimizer = build_optimizer(model, Training(batch_size=budget.batch_size, base_lr=rate, basis_lr=_BASIS_SPEED))
+        peaks = [budget.learning_rate * group["lr_scale"] for group in optimizer.param_groups]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=num_steps, pct_start=_WARMUP)
         return cls(name, model, optimizer, schedule)
 
@@ -127,26 +127,6 @@ def small_vit(seed: int = 0) -> VisionTransformer:
         assert model.pos_embed is not None
         nn.init.normal_(model.pos_embed, std=0.5)
     return model
-
-
-def parameter_groups(model: nn.Module, learning_rate: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors and bases do not, and bases learn more slowly.
-
-    Adam moves every entry of a basis by about the learning rate, whatever the gradient: at full speed the columns lose
-    their right angles within an epoch, and the retraction takes back what was learned.
-    """
-    is_basis = {id(basis) for basis in bases(model)}
-    exempt = no_weight_decay(model)
-    groups: dict[str, dict[str, Any]] = {
-        "bases": {"params": [], "lr": _BASIS_SPEED * learning_rate, "weight_decay": 0.0},
-        "matrices": {"params": [], "lr": learning_rate, "weight_decay": _WEIGHT_DECAY},
-        "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
-    }
-    for name, parameter in model.named_parameters():
-        decays = parameter.dim() > 1 and name not in exempt
-        kind = "bases" if id(parameter) in is_basis else "matrices" if decays else "vectors"
-        groups[kind]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]
 
 
 def contenders(budget: Budget, num_steps: int) -> list[Contender]:

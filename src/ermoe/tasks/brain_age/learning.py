@@ -93,6 +93,7 @@ def learn(
             drop_cubes=recipe.drop_cubes,
             patch_size=recipe.patch_size // reduction(recipe.input),
             input_noise=recipe.input_noise,
+            mix_people=recipe.mix_people,
             evaluate_every=recipe.evaluate_every,
             group=place.group,
             workers=place.workers,

@@ -58,7 +58,7 @@ class Recipe:
         volumes_per_epoch: an epoch of a small cohort goes round until it has seen so many.
         augmentation: of volumes, None for none; ``variants`` inputs of each scan are made once and kept, 0 makes them
             anew every time.
-        drop_cubes, input_noise: of the network's input, drawn anew at every step.
+        drop_cubes, input_noise, mix_people: changes of the network's input, drawn anew at every step, see `Estimation`.
         warm_start_epochs: over isolated tissues, with forced routing; 0 for none.
         phantoms: what ``init="phantom"`` learns from.
     """
@@ -80,6 +80,7 @@ class Recipe:
     variants: int = 0
     drop_cubes: float = 0.0
     input_noise: float = 0.0
+    mix_people: bool = False
     warm_start_epochs: int = 0
     phantoms: Phantoms = field(default_factory=Phantoms)
 
