@@ -42,7 +42,7 @@ def describe(setup: Setup) -> str:
     people = len({scan.participant_id for scan in cohort.with_age})
     kind = "phantoms, whose age effects are designed in" if setup.data is None else "people"
     sizes = {True: "the paper's sizes, 300 epochs", False: "a small 3D transformer"}
-    small = "32 × 40 × 32 voxels of 6 mm, width 32" if setup.data is None else "96 × 112 × 96 voxels of 2 mm, width 96"
+    small = "32 × 40 × 32 voxels of 6 mm, width 32" if setup.data is None else "96 × 112 × 96 voxels of 2 mm, width 64"
     size = sizes[setup.is_full] + ("" if setup.is_full else f" ({small})")
     return f"{slug(place_of(setup))}: {people} {kind}; {size}; {setup.in_seeds}; everybody tested by a fold."
 

@@ -78,6 +78,14 @@ def test_fitted_temperature_makes_intervals_as_wide_as_the_errors():
     assert 0.85 < float(((low <= age) & (age <= high)).float().mean()) < 0.95
 
 
+def test_without_a_scan_a_head_answers_with_the_usual_age():
+    age_N = torch.tensor([30.0, 60.0, 62.0, 64.0, 70.0])
+    bins, regression = AgeBins(15, 95, sigma=4.0), AgeRegression(mean=50.0, scale=12.0)
+    assert float(bins.age(bins.prior(age_N).unsqueeze(0))) == pytest.approx(62.0, abs=0.7)  # bins end at 95
+    assert bins.prior(torch.tensor([40.0, 40.0])).isfinite().all()
+    assert float(regression.age(regression.prior(age_N).unsqueeze(0))) == pytest.approx(62.0)
+
+
 def test_regression_is_the_absolute_error():
     head = AgeRegression(mean=60.0, scale=10.0)
     output, age = torch.tensor([[0.5], [-1.0]]), torch.tensor([60.0, 60.0])

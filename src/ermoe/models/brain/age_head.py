@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.errors import UserError
+
+_LEAST_MASS = 1e-4  # of a bin, so that no age is impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ class AgeBins:
         age_B1 = age_B.clamp(float(edge_K[0]), float(edge_K[-1])).unsqueeze(1)
         mass_BK = torch.special.ndtr((edge_K - age_B1) / self.sigma).diff(dim=1)
         return mass_BK / mass_BK.sum(1, keepdim=True)
+
+    def prior(self, age_N: Tensor) -> Tensor:
+        """Outputs (K,) that know nothing of a scan: normal around the median of the ages, and as wide as they are.
+
+        >>> bins = AgeBins(10, 110)
+        >>> round(float(bins.age(bins.prior(torch.tensor([30.0, 60.0, 65.0])).unsqueeze(0))), 1)
+        60.0
+        """
+        wide = replace(self, sigma=max(self.sigma, float(age_N.std(correction=0))))
+        return torch.log(wide.soft_labels(age_N.median().unsqueeze(0)).squeeze(0) + _LEAST_MASS)
 
     def bin_of(self, age_B: Tensor) -> Tensor:
         """The bin that holds each age."""
@@ -149,6 +161,10 @@ class AgeRegression:
     def loss(self, output_B1: Tensor, age_B: Tensor) -> Tensor:
         """The mean absolute error, in units of ``scale``."""
         return (self.age(output_B1) - age_B).abs().mean() / self.scale
+
+    def prior(self, age_N: Tensor) -> Tensor:
+        """The output (1,) for the median age, the best guess without a scan."""
+        return (age_N.median().unsqueeze(0) - self.mean) / self.scale
 
     def as_json(self) -> dict[str, Any]:
         """For `age_head`."""

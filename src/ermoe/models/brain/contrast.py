@@ -30,12 +30,12 @@ INPUTS = ("t1", "contrast", "blocks")
 grey and white matter in blocks of voxels and in the whole brain."""
 BLOCK = 4
 """Voxels along the edge of a block."""
-VERSION = 2
+VERSION = 3
 """Raised whenever a scan comes to look different to a network, so that inputs that were kept are made anew."""
 _CHANNELS = {"t1": 1, "contrast": 2, "blocks": 6}
 _TYPICAL_SHARES = (0.20, 0.45, 0.35)  # inside usual brain masks
-_BLOCK_SPREAD, _BRAIN_SPREAD = 0.3, 0.06  # of shares over blocks; twice that over people, to be not too loud
-_LIMIT = 2.0
+_BLOCK_SPREAD, _BRAIN_SPREAD = 0.3, 0.03  # of shares over blocks and over people
+_LIMIT = 4.0
 _NUM_BINS = 200
 _ITERATIONS = 60
 _USUAL_SHARES = (0.15, 0.50, 0.35)

@@ -32,7 +32,6 @@ class Estimation:
         volumes_per_epoch: an epoch goes over a small training set as often as it takes to see so many.
         drop_cubes: share of the cubes, of edge ``patch_size`` in the network's input, that are hidden in training.
         input_noise: deviation of normal noise that is added to the network's input in training.
-        mix_people: trains on blends of two people and of their ages, see `blends`.
         evaluate_every: epochs between evaluations; there is always one after the last.
     """
 
@@ -52,7 +51,6 @@ class Estimation:
         drop_cubes: float = 0.0,
         patch_size: int = 1,
         input_noise: float = 0.0,
-        mix_people: bool = False,
         evaluate_every: int = 1,
         group: Processes | None = None,
         workers: int = 0,
@@ -60,7 +58,6 @@ class Estimation:
         group = Processes() if group is None else group
         self.model, self.head, self.settings = model, head, settings
         self.drop_cubes, self.patch_size, self.input_noise = drop_cubes, patch_size, input_noise
-        self.mix_people = mix_people
         self.evaluate_every = evaluate_every
         self._epoch = 0
         passes = max(1, math.ceil(volumes_per_epoch / len(train)))
@@ -90,16 +87,14 @@ class Estimation:
         return self.loader.epoch(epoch, first_step=first_step)
 
     def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
-        """The head's loss; all chance is drawn from torch's generator, which the loop seeds every step."""
-        volume, mask, age_B = batch.input_BCXYZ, batch.mask_BXYZ, batch.age_B
-        if self.mix_people:
-            volume, mask, age_B = blends(volume, mask, age_B)
+        """The head's loss; noise and hidden cubes are drawn from torch's generator, which the loop seeds every step."""
+        volume, mask = batch.input_BCXYZ, batch.mask_BXYZ
         if self.input_noise:
             volume = volume + self.input_noise * torch.randn_like(volume) * mask.unsqueeze(1)
         if self.drop_cubes:
             shown = ~hidden_cubes(mask, self.patch_size, self.drop_cubes)
             volume, mask = volume * shown.unsqueeze(1), mask & shown
-        return self.head.loss(network(as_model(self.model, volume), mask).float(), age_B)
+        return self.head.loss(network(as_model(self.model, volume), mask).float(), batch.age_B)
 
     def evaluate(self) -> dict[str, float]:
         """Errors on the validation and the watched scans; every process goes over all of them."""
@@ -124,17 +119,6 @@ class Estimation:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to take back."""
-
-
-def blends(volume_BCXYZ: Tensor, mask_BXYZ: Tensor, age_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Every volume and its age averaged with those of another one of the batch, in shares drawn evenly from 0 to 1.
-
-    What is learnt from a few dozen people must then be nearly linear between them, so that none is learnt by heart.
-    """
-    other_B = torch.randperm(len(age_B), device=age_B.device)
-    share_B = torch.rand(len(age_B), device=age_B.device)
-    volume_BCXYZ = torch.lerp(volume_BCXYZ[other_B], volume_BCXYZ, share_B.view(-1, 1, 1, 1, 1).to(volume_BCXYZ))
-    return volume_BCXYZ, mask_BXYZ | mask_BXYZ[other_B], torch.lerp(age_B[other_B], age_B, share_B.to(age_B))
 
 
 def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:

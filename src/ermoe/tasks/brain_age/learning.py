@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from ermoe.data.brain.cache import VolumeCache
 from ermoe.data.brain.cohort import open_cohort
@@ -93,7 +94,6 @@ def learn(
             drop_cubes=recipe.drop_cubes,
             patch_size=recipe.patch_size // reduction(recipe.input),
             input_noise=recipe.input_noise,
-            mix_people=recipe.mix_people,
             evaluate_every=recipe.evaluate_every,
             group=place.group,
             workers=place.workers,
@@ -133,6 +133,13 @@ def phantom_scans(recipe: Recipe, place: Place) -> tuple[Scan, ...]:
     return open_cohort(root).with_age
 
 
+@torch.no_grad()
+def answer_with_prior(network: Any, head: AgeHead, age_N: Tensor) -> None:
+    """Sets the last bias to what is known without a scan, and the last weights to zero."""
+    network.head.weight.zero_()
+    network.head.bias.copy_(head.prior(age_N))
+
+
 def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
     """A network that has learnt the synthetic cohort, warm start included; kept in the cache for the next run."""
     settings = replace(
@@ -144,8 +151,8 @@ def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
         return load(RunFolder(folder).final, device=place.group.device)
     volumes, scans = place.volumes(recipe), phantom_scans(recipe, place)
     place.console.print(f"learning {len(scans)} phantoms, kept in {folder}", highlight=False, soft_wrap=True)
-    network = recipe.build(head)
     whole = ScanSet(volumes, scans, recipe.input, variants=recipe.phantoms.variants if recipe.variants else 0)
+    network = start(own, head, "random", place, whole.ages())
     if recipe.has_experts and recipe.warm_start_epochs:
         network = learn_regions(network, own, head, replace(whole, regions=True), folder / "warm-start", place)
     return learn(network, own, head, whole, folder, place)
@@ -156,10 +163,16 @@ def _fingerprint(recipe: Recipe, head: AgeHead) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def start(recipe: Recipe, head: AgeHead, init: str, place: Place) -> nn.Module:
-    """A network to begin with: "random", "phantom", or the first fold of another brain-age model."""
+def start(recipe: Recipe, head: AgeHead, init: str, place: Place, age_N: Tensor) -> nn.Module:
+    """A network to begin with: "random", "phantom", or the first fold of another brain-age model.
+
+    One that has learnt nothing yet answers with the ages ``age_N`` it will learn from: what is left to find is how
+    people differ from the usual age, and the less it finds, the nearer to that it stays.
+    """
     if init == "random":
-        return recipe.build(head)
+        network = recipe.build(head)
+        answer_with_prior(network, head, age_N)
+        return network
     if init == "phantom":
         return learn_phantoms(recipe, head, place)
     from ermoe.tasks.brain_age.model import BrainAgeModel

@@ -144,7 +144,7 @@ def learn_fold(
     training = part("train", variants=chosen.variants)
     if training is None:
         raise UserError(f"{splits.fold_names[fold]} has nobody to train on: use fewer folds")
-    network = chosen.build(head) if is_learnt(folder) else start(chosen, head, init, place)
+    network = chosen.build(head) if is_learnt(folder) else start(chosen, head, init, place, training.ages())
     warm = chosen.has_experts and chosen.warm_start_epochs and init == "random"
     if warm and has_tissue and not is_learnt(folder):
         regions = replace(training, regions=True)
