@@ -165,21 +165,21 @@ def small(method: str) -> Recipe:
             "swin3d": {"embed_dim": 12, "depths": (1, 1, 2, 1), "num_heads": (2, 4, 8, 16)},
         },
         training=Training(
-            epochs=4, batch_size=16, base_lr=1e-2, warmup_epochs=1.0, ema=0.95, clip=1.0, log_every=10,
+            epochs=16, batch_size=16, base_lr=1e-2, warmup_epochs=4.0, ema=0.95, clip=1.0, log_every=10,
             **STEADY_BASES,
         ),
         head="bins",
         sigma=4.0,
         l1=1.0,
         input="contrast" if method in WITHOUT_CUBES else "blocks",
-        volumes_per_epoch=320,
-        evaluate_every=2,
+        volumes_per_epoch=64,
+        evaluate_every=4,
         augmentation=None,
         variants=1,
         drop_cubes=0.2,
         input_noise=0.1,
         warm_start_epochs=3,
-        phantoms=Phantoms(base_lr=3.2e-2),
+        phantoms=Phantoms(base_lr=1e-2),
     )  # fmt: skip
 
 
