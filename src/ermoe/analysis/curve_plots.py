@@ -74,6 +74,7 @@ def draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], 
             "textcoords": "offset points",
             "va": "top",
             "fontsize": 8.5,
+            "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         }
         axes.annotate(meaning, (place, 1), (4, -2), **text)
     _scale(axes, scale)
