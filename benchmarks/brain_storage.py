@@ -37,6 +37,8 @@ from ermoe.files import replacing
 from ermoe.tasks.brain_age.predict import predict
 
 LIMIT_YEARS = 0.01
+STORED = ("LAS", "IPL", "SRA", ".nii", "int16", "scaled", "padded")
+"""Ways that must change nothing; the others move the head or interpolate."""
 Image = nibabel.Nifti1Image
 
 
@@ -81,9 +83,6 @@ def main() -> None:
     print(json.dumps(record, indent=1, ensure_ascii=False))
 
 
-STORED = ("LAS", "IPL", "SRA", ".nii", "int16", "scaled", "padded")
-
-
 def all_ways(scan: Scan, folder: Path) -> Iterator[tuple[str, Scan]]:
     """The same head, stored in ways that change nothing, and moved."""
     assert scan.labels is not None, f"{scan.participant_id} has no labels"
@@ -99,11 +98,11 @@ def all_ways(scan: Scan, folder: Path) -> Iterator[tuple[str, Scan]]:
         yield written(axes, turned(t1, axes), turned(labels, axes))
     yield written(".nii", t1, labels, ".nii")
     yield written("int16", as_int16(t1), labels)
-    yield written("scaled", with_data(t1, 0.37 * t1.get_fdata()), labels)
+    yield written("scaled", scaled(t1), labels)
     yield written("padded", padded(t1), padded(labels))
     for name, motion in {
         "8 mm to the right": shift(0),
-        "8 mm down": shift(2),
+        "8 mm up": shift(2),
         "5° nod": tilt(1),
         "5° lean": tilt(0),
     }.items():
@@ -111,8 +110,8 @@ def all_ways(scan: Scan, folder: Path) -> Iterator[tuple[str, Scan]]:
     yield written("1 mm", resample_to_output(t1, 1.0, order=3), resample_to_output(labels, 1.0, order=0))
 
 
-def with_data(image: Image, data: np.ndarray, affine: np.ndarray | None = None) -> Image:
-    return Image(data.astype(np.float32), image.affine if affine is None else affine)
+def scaled(image: Image, factor: float = 0.37) -> Image:
+    return Image((factor * image.get_fdata()).astype(np.float32), image.affine)
 
 
 def turned(image: Image, axes: str) -> Image:

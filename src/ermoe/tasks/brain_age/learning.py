@@ -20,7 +20,7 @@ from ermoe.data.brain.phantom import synthesize
 from ermoe.data.brain.scans import Scan
 from ermoe.errors import UserError
 from ermoe.models.brain.age_head import AgeHead
-from ermoe.models.brain.contrast import reduction
+from ermoe.models.brain.contrast import VERSION, reduction
 from ermoe.models.io import load
 from ermoe.models.weights.state import load_state
 from ermoe.tasks.brain_age.batches import ScanSet, VolumeLoader
@@ -159,7 +159,8 @@ def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
 
 
 def _fingerprint(recipe: Recipe, head: AgeHead) -> str:
-    text = json.dumps({"recipe": recipe.as_json(), "head": head.as_json()}, sort_keys=True, default=list)
+    parts = {"recipe": recipe.as_json(), "head": head.as_json(), "input": VERSION}
+    text = json.dumps(parts, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 

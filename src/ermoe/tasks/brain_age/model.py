@@ -26,7 +26,7 @@ from ermoe.models.io import load, save
 from ermoe.tasks.brain_age.calibration import Calibration
 
 DESCRIPTION = "brain_age.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
