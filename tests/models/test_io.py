@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ermoe
+import ermoe.models.vit
 from ermoe.models import io
 from ermoe.models.weights.rebuild import describe
 from models.backbones import ACCEPTED, apart, build, outputs, perturb, photographs
@@ -263,12 +264,14 @@ class TestDamage:
         def unreachable(*args, **kwargs):
             raise ConnectionError("no route")
 
-        monkeypatch.setattr(io, "snapshot_download", unreachable)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
         self.refuses("owner/name", "neither a folder here nor a repository")
 
     def test_a_hub_repository(self, saved, monkeypatch):
         asked = {}
-        monkeypatch.setattr(io, "snapshot_download", lambda name, **options: asked.update(options, name=name) or saved)
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download", lambda name, **options: asked.update(options, name=name) or saved
+        )
         ermoe.load("owner/name@v2")
         assert (asked["name"], asked["revision"]) == ("owner/name", "v2")
 

@@ -7,6 +7,7 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
 import ermoe
+import ermoe.models.vit
 from ermoe.models.sparse_block import SparseBlock
 from models.backbones import distance, outputs, perturb, photographs
 

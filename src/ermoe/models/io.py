@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -111,7 +109,14 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         return folder
     if str(source).count("/") != 1 or folder.is_absolute() or str(source).startswith("."):
         raise UserError(f"{source} is no folder: name one that ermoe.save wrote, or a hub repository as owner/name")
-    name, _, revision = str(source).partition("@")
+    return _from_hub(str(source))
+
+
+def _from_hub(source: str) -> Path:
+    from huggingface_hub import snapshot_download  # a second, which folders need not wait for
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = source.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=[CONFIG, WEIGHTS]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:

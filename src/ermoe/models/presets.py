@@ -10,6 +10,7 @@ import timm
 import torch
 from torch import nn
 
+import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
 

@@ -11,12 +11,41 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
 from ermoe.nn import ContextAttention
+
+
+class FeedForward(nn.Module):
+    """fc2(GELU(fc1(x))), with dropout after each step; parameters are named as in timm, whose import takes seconds."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) → (B, N, D)."""
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x_BND)))))
+
+
+class DropPath(nn.Module):
+    """Leaves out the whole residual of some sequences in training, and scales the others to the same mean."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) → (B, N, D)."""
+        if not self.training or self.rate == 0:
+            return x_BND
+        kept_B11 = x_BND.new_empty(x_BND.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return x_BND * kept_B11.div_(1 - self.rate) if self.rate < 1 else x_BND * kept_B11
 
 
 class VolumeBlock(nn.Module):
@@ -37,7 +66,7 @@ class VolumeBlock(nn.Module):
         self.attn = ContextAttention(dim, num_heads, attn_drop=attn_drop, proj_drop=proj_drop)
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.mlp = FeedForward(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:

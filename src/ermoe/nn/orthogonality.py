@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_factor
 from ermoe.nn.experts import DenseLinear, EigenLinear
 from ermoe.nn.scores import LogitScore, PrototypeScore, Score
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,7 +119,7 @@ def _worst_process(own: Retraction, parameter: Tensor) -> Retraction:
 
 def _whole_bases(parameter: Tensor) -> Tensor:
     """The experts this process holds, each with its whole basis."""
-    if not isinstance(parameter, DTensor):
+    if not _is_sharded(parameter):
         return parameter
     if any(placement.is_shard() and not placement.is_shard(0) for placement in parameter.placements):
         raise ValueError(
@@ -127,10 +130,17 @@ def _whole_bases(parameter: Tensor) -> Tensor:
 
 def _over_processes(own: Tensor, parameter: Tensor, reduce: str) -> Tensor:
     """The sum or maximum over the processes among which ``parameter`` is sharded."""
-    if not isinstance(parameter, DTensor):
+    if not _is_sharded(parameter):
         return own
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     placements = [Partial(reduce) if placement.is_shard() else Replicate() for placement in parameter.placements]
     return DTensor.from_local(own, parameter.device_mesh, placements).full_tensor()
+
+
+def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, told by its mesh: importing the class takes seconds, which one process need not wait."""
+    return hasattr(parameter, "device_mesh")
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

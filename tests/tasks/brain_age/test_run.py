@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -224,10 +226,15 @@ def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monke
     assert said in capsys.readouterr().err
 
 
-def test_help_needs_no_torch():
-    import subprocess
-    import sys
+def test_prediction_waits_for_no_library_it_does_not_use():
+    """Each of them takes seconds to import: as long as the whole of one prediction may take."""
+    heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}
+    code = f"import sys\nimport ermoe.tasks.brain_age.predict\nprint(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
+
+def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.cli.brain import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["train", "predict", "report", "doctor", "synthesize", "demo"]

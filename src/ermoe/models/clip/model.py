@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
+import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.data.captions.ids import id_hashes
 from ermoe.errors import UserError
 from ermoe.models.clip.towers import ImageTower, TextShape, TextTower

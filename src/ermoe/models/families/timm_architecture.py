@@ -15,6 +15,7 @@ from timm.layers import GluMlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
 from ermoe.models.families import timm_ffn
 from ermoe.models.sparse_block import dense_network

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.models.families import named_blocks, timm_ffn
-from ermoe.models.ffn import FFN
+from ermoe.models.families import named_blocks
+from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.vit3d import ViT3D, VolumeBlock
+from ermoe.models.vit3d import FeedForward, ViT3D, VolumeBlock
 
 
 class SparseVolumeBlock(SparseBlock, VolumeBlock):
@@ -43,7 +43,9 @@ def refusal(block: Any) -> str | None:
     """Why this block cannot be made sparse; None if it can."""
     if type(block) is not VolumeBlock:
         return f"it is a {type(block).__name__}, not a VolumeBlock"
-    return timm_ffn.refusal(block.mlp)
+    if type(block.mlp) is not FeedForward:
+        return f"its feed-forward network is a {type(block.mlp).__name__}, not a FeedForward"
+    return None
 
 
 def no_context(block: Any) -> str | None:
@@ -53,7 +55,8 @@ def no_context(block: Any) -> str | None:
 
 def ffn(block: Any) -> FFN:
     """The block's dense feed-forward network."""
-    return timm_ffn.read(block.mlp, block.norm2)
+    mlp = block.mlp
+    return FFN(up=Linear.of(mlp.fc1), down=Linear.of(mlp.fc2), act=mlp.act, norm=block.norm2, drop=mlp.drop.p)
 
 
 def num_tokens(model: Any) -> int:

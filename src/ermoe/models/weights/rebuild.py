@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import timm
 from torch import nn
 
 from ermoe.errors import UserError
@@ -59,7 +58,11 @@ def rebuild(description: dict[str, Any], *, device: str = "cpu", init: str = "em
 
 def is_registered(dense: dict[str, Any]) -> bool:
     """Whether timm itself creates the sparse model by its name."""
-    return "ermoe" in dense.get("architecture", "") and timm.is_model(dense["architecture"])
+    if "ermoe" not in dense.get("architecture", ""):
+        return False
+    import timm  # seconds, which models of other families need not wait for
+
+    return timm.is_model(dense["architecture"])
 
 
 def _clear_balances(model: nn.Module) -> None:

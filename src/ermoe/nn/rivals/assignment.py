@@ -26,7 +26,7 @@ _SMOOTHING_STEPS = 30
 _RELATIVE_TOLERANCE = 1e-12  # of the largest score: below it, a gain is rounding
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it runs on the host, on numpy
+@torch.library.custom_op("ermoe::balanced_assignment", mutates_args=())  # it runs on the host, on numpy
 def balanced_assignment(score_TE: Tensor) -> Tensor:
     """The expert of each token, (T,): the largest Σ_t score among all assignments whose loads differ by at most one.
 
@@ -43,6 +43,11 @@ def balanced_assignment(score_TE: Tensor) -> Tensor:
     while problem.move_one():
         pass
     return torch.from_numpy(problem.expert).to(score_TE.device)
+
+
+@balanced_assignment.register_fake
+def _(score_TE: Tensor) -> Tensor:
+    return torch.empty(score_TE.shape[0], dtype=torch.long, device=score_TE.device)
 
 
 def _smooth_prices(score: Floats) -> Floats:

@@ -17,6 +17,7 @@ import timm
 import torch
 from torch import nn
 
+import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
 from ermoe.models.baselines.image_level import STYLES, image_level
