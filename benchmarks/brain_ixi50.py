@@ -23,6 +23,7 @@ import tyro
 from rich.console import Console
 
 from ermoe.bench.record import commit, machine, versions
+from ermoe.data.brain.preprocess import Preprocessing
 from ermoe.files import replacing
 from ermoe.tasks.brain_age.evaluation import Evaluation
 from ermoe.tasks.brain_age.metrics import figures, paired_difference
@@ -51,6 +52,8 @@ class Study:
     """Judged inside this level of this column."""
     init: str = "random"
     """Or phantom."""
+    register: str = "none"
+    """Or affine: to MNI space."""
     threads: int = 2
     changes: dict[str, float] = field(default_factory=dict)
     """Fields of the recipe that are to differ from the preset, for example epochs 2."""
@@ -83,13 +86,16 @@ def run(study: Study, method: str, shuffle: int, seed: int, console: Console) ->
     start = time.perf_counter()
     folder = study.runs / name
     options: dict[str, Any] = {"init": study.init, "fold_seed": shuffle, "seed": seed, **study.changes}
+    if study.register != "none":
+        options["preprocessing"] = Preprocessing(register=study.register)
     train(study.data, folder, method=method, cache=study.cache, console=console, **options)
     evaluation = Evaluation.of(folder, cache=study.cache)
     record = {
         "method": method,
         "shuffle": shuffle,
         "seed": seed,
-        "command": f"python benchmarks/brain_ixi50.py DATA --methods {method} --shuffles {shuffle + 1}",
+        "command": f"python benchmarks/brain_ixi50.py DATA --methods {method} --shuffles {shuffle + 1} "
+        f"--seeds {seed + 1} --init {study.init} --register {study.register}",
         "wall_seconds": round(time.perf_counter() - start, 1),
         "threads": study.threads,
         "commit": commit(),

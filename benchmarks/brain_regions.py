@@ -27,6 +27,7 @@ from ermoe.data.brain.splits import holdout
 from ermoe.files import replacing
 from ermoe.tasks.brain_age.batches import ScanSet, VolumeLoader
 from ermoe.tasks.brain_age.learning import Place, default_cache, learn, learn_regions, phantom_scans
+from ermoe.tasks.brain_age.learning import start as begin
 from ermoe.tasks.brain_age.recipes import Recipe, recipe
 from ermoe.tasks.brain_age.regions import RegionProbe, probe_regions
 from ermoe.train.distributed import Processes
@@ -88,7 +89,7 @@ def run(study: Study, kind: str, variant: str, console: Console) -> dict[str, An
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
     train, probe = replace(train, variants=1), replace(test, regions=True)
     head = chosen.age_head([])
-    network = chosen.build(head)
+    network = begin(chosen, head, "random", place, train.ages())
     folder = study.runs / name
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
