@@ -1,10 +1,6 @@
 """Phantoms have the volumes they were given, age as designed, and come as a valid BIDS set."""
 
 import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ pytest.importorskip("nilearn")
 
 import nibabel
 
+from bids import bids_errors
 from ermoe.data.brain.cohort import open_cohort
 from ermoe.data.brain.phantom import synthesize
 from ermoe.data.brain.phantom.anatomy import grow
@@ -150,15 +147,8 @@ def test_a_confounded_cohort_makes_doctor_warn(tmp_path):
 
 
 def test_the_bids_validator_finds_no_error(cohort, tmp_path):
-    validator = shutil.which("bids-validator-deno", path=str(Path(sys.executable).parent)) or shutil.which(
-        "bids-validator-deno"
-    )
-    if validator is None:
-        pytest.skip("bids-validator-deno is not installed")
     once = synthesize(tmp_path / "once", 1, spacing_mm=8.0)
     folders = [cohort, once, *(root / "derivatives" / name for root in (cohort, once) for name in ("synth", "truth"))]
     for folder in folders:
-        run = subprocess.run([validator, "--json", str(folder)], capture_output=True, text=True, timeout=120)
-        issues = json.loads(run.stdout)["issues"]["issues"]
-        assert [issue for issue in issues if issue["severity"] == "error"] == [], folder
+        assert bids_errors(folder) == [], folder
     assert nibabel.load(next(cohort.rglob("*_T1w.nii.gz"))).get_data_dtype() == np.int16

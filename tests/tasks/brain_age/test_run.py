@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 import ermoe
+from bids import bids_errors
 from ermoe.cli.main import main
 from ermoe.data.brain.cohort import open_cohort
 from ermoe.data.brain.splits import Splits
@@ -134,6 +135,7 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
     assert broken["problem"] != "n/a"
     assert float(usable["brain_age"]) > 0
     assert "Description" in json.loads((tmp_path / "out" / "desc-predictions_brainage.json").read_text())["gap"]
+    assert bids_errors(tmp_path / "out") == []
     with pytest.raises(UserError, match="sub-x"):
         ermoe.brain.load(finished).predict(tmp_path / "sub-x_T1w.nii.gz")
 
@@ -159,6 +161,7 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert {"all", "sex F", "sex M"} <= {row["group"] for row in metrics}
     assert "Research use only" in (tmp_path / "model-card.md").read_text()
     assert len(list((tmp_path / "figures").glob("*.png"))) >= 7
+    assert bids_errors(tmp_path) == []
 
 
 def test_simple_estimates_stand_beside_the_network(finished, cache):
