@@ -106,7 +106,7 @@ def run(study: Study, method: str, shuffle: int, seed: int, console: Console) ->
         "age": evaluation.held_out.age_N.round(3).tolist(),
         "estimates": {estimate: values.round(3).tolist() for estimate, values in evaluation.estimates.items()},
         "coverage": evaluation.held_out.coverage,
-        "config": evaluation.config,
+        "config": {**evaluation.config, "data": study.data.name},
     }
     write(path, record)
     console.print({estimate: round(mae(record, estimate, study), 2) for estimate in record["estimates"]})

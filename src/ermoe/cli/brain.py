@@ -64,6 +64,8 @@ class Train:
     """Whose predictions calibrate: people held out, or the training people as in the paper."""
     participant_label: tuple[str, ...] = ()
     """Only these people."""
+    exclude: tuple[str, ...] = ()
+    """Not these people."""
     sex_coding: tuple[str, ...] = ()
     """What numbers in the column sex mean, for example 1=M 2=F."""
     age_is_baseline: bool = False
@@ -139,14 +141,17 @@ class Train:
         return {name: value for name, value in own.items() if value is not None} | training_changes(self)
 
     def _cohort_options(self) -> dict[str, Any]:
+        from ermoe.data.brain.demographics import sex_coding_from
+
         given = {
-            "sex_coding": dict(_pair(entry) for entry in self.sex_coding),
+            "sex_coding": sex_coding_from(self.sex_coding),
             "age_is_baseline": self.age_is_baseline,
             "tissue_from": self.tissue_from,
             "participants": list(self.participant_label) or None,
+            "exclude": list(self.exclude),
             "t1_rule": self.t1_rule,
         }
-        usual = {"sex_coding": {}, "age_is_baseline": False, "tissue_from": None, "participants": None}
+        usual = {"sex_coding": {}, "age_is_baseline": False, "tissue_from": None, "participants": None, "exclude": []}
         return {name: value for name, value in given.items() if value != {**usual, "t1_rule": "first"}[name]}
 
 
@@ -180,10 +185,10 @@ class Predict:
         model = BrainAgeModel.load(self.model)
         found = open_scans(self.scans, participants=list(self.participant_label) or None, t1_rule=self.t1_rule)
         for note in (*found.notes, *map(str, found.problems)):
-            console.print(note, highlight=False, soft_wrap=True)
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
         rows = []
         for row in predict(model, found.scans):
-            console.print(_line(row), highlight=False, soft_wrap=True)
+            console.print(_line(row), highlight=False, soft_wrap=True, markup=False)
             rows.append(row)
         failed = sum(bool(row.problem) for row in rows)
         console.print(f"{len(rows) - failed} of {len(rows)} scans predicted", highlight=False)
@@ -268,13 +273,6 @@ def run(argv: list[str]) -> None:
         if missing.name not in ("nibabel", "nilearn", "monai", "einops", "pandas"):
             raise
         raise UserError(f'{missing.name} is missing: pip install "ermoe[brain]"') from missing
-
-
-def _pair(entry: str) -> tuple[str, str]:
-    number, _, sex = entry.partition("=")
-    if not number or sex not in ("M", "F", "other"):
-        raise UserError(f"--sex-coding {entry}: write NUMBER=M, NUMBER=F or NUMBER=other")
-    return number, sex
 
 
 def _line(row: Prediction) -> str:

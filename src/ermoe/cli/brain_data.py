@@ -54,13 +54,13 @@ class Doctor:
             raise UserError(f"{_count(len(examination.errors), 'error')} (see above): mend the data before training")
 
     def _cohort(self) -> Cohort:
-        from ermoe.data.brain.cohort import open_cohort, open_scans
+        from ermoe.data.brain.cohort import TABLES, open_cohort, open_scans
         from ermoe.data.brain.demographics import sex_coding_from
 
         if not self.scans:
             raise UserError("no scans given: ermoe brain doctor SCANS…, a BIDS root, a table or NIfTI files")
         first = Path(self.scans[0])
-        if len(self.scans) == 1 and (_is_bids(first) or first.suffix in (".tsv", ".csv")):
+        if len(self.scans) == 1 and (_is_bids(first) or first.suffix.casefold() in TABLES):
             return open_cohort(
                 first,
                 sex_coding=sex_coding_from(self.sex_coding),
@@ -70,6 +70,8 @@ class Doctor:
                 exclude=self.exclude,
                 t1_rule=self.t1_rule,
             )
+        if self.exclude or self.sex_coding or self.age_is_baseline:
+            raise UserError("--exclude, --sex-coding and --age-is-baseline need one BIDS root or one table")
         return open_scans(
             self.scans,
             participants=self.participant_label or None,
@@ -119,7 +121,7 @@ class Synthesize:
 def show(console: Console, cohort: Cohort, examination: Examination) -> None:
     """What `doctor` says: the cohort in a few lines, problems one a line, and the confound table."""
     for line in [*summary(cohort, examination), *cohort.notes]:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     for title, problems in (("error", examination.errors), ("warning", examination.warnings)):
         for problem in problems:
             console.print(f"{title}: {problem}", highlight=False, soft_wrap=True, markup=False)

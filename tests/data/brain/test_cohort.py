@@ -185,6 +185,77 @@ def test_several_sessions_need_their_own_ages(tmp_path):
     assert not own.problems
 
 
+def test_a_later_scan_does_not_get_the_age_of_an_earlier_visit(tmp_path):
+    root = bids_set(tmp_path / "set", people=1, sessions=("ses-1", "ses-2"))
+    (root / "sub-01" / "ses-1" / "anat" / "sub-01_ses-1_T1w.nii.gz").unlink()
+    cohort = open_cohort(root)
+    assert [scan.age for scan in cohort.scans] == [None]
+    assert "gives one age for 2 sessions, ses-2, ses-1" in sentences(cohort, "error")[0]
+    times = "session_id\tacq_time\nses-1\t2001-01-01T00:00:00\nses-2\t2011-01-01T00:00:00\n"
+    (root / "sub-01" / "sub-01_sessions.tsv").write_text(times)
+    assert [round(scan.age) for scan in open_cohort(root, age_is_baseline=True).scans] == [53]
+
+
+def test_the_first_visit_is_the_earliest_not_the_first_in_the_alphabet(tmp_path):
+    root = bids_set(tmp_path / "set", people=1, sessions=("ses-pre", "ses-post"))
+    unclear = open_cohort(root, age_is_baseline=True)
+    assert "neither times nor numbers say which that is" in sentences(unclear, "error")[0]
+    times = "session_id\tacq_time\nses-post\t2006-01-01T00:00:00\nses-pre\t2001-01-01T00:00:00\n"
+    (root / "sub-01" / "sub-01_sessions.tsv").write_text(times)
+    ages = {scan.session_id: round(scan.age) for scan in open_cohort(root, age_is_baseline=True).scans}
+    assert ages == {"ses-pre": 43, "ses-post": 48}
+    root = bids_set(tmp_path / "numbers", people=1, sessions=("ses-10", "ses-9"))
+    ages = {scan.session_id: scan.age for scan in open_cohort(root, age_is_baseline=True).scans}
+    assert ages == {"ses-9": 43.0, "ses-10": None}
+
+
+def test_a_wrong_age_is_blamed_on_the_file_that_gives_it(tmp_path):
+    root = bids_set(tmp_path / "set", people=1, sessions=("ses-1",))
+    (root / "sub-01" / "sub-01_sessions.tsv").write_text("session_id\tage\nses-1\t15000\n")
+    (error,) = sentences(open_cohort(root), "error")
+    assert "sub-01_sessions.tsv gives the age 15000" in error
+    (root / "sessions.json").write_text(json.dumps({"age": {"Units": "months"}}))
+    assert any("sessions.json says that ages are in months" in said for said in sentences(open_cohort(root)))
+
+
+def test_a_flat_table_may_say_its_unit_and_name_its_labels_freely(tmp_path):
+    t1, labels, affine = head(1)
+    save(tmp_path / "t1.nii.gz", t1, affine)
+    save(tmp_path / "labels.nii.gz", labels, affine)
+    (tmp_path / "dseg.tsv").write_text(DSEG_TSV)
+    rows = table("sub-01\t96\tt1.nii.gz\tlabels.nii.gz", columns="participant_id\tage\tt1\tdseg")
+    (tmp_path / "people.tsv").write_text(rows)
+    cohort = open_cohort(tmp_path / "people.tsv")
+    assert isinstance(cohort.scans[0].tissue, Segmentation)
+    assert not cohort.problems
+    (tmp_path / "people.json").write_text(json.dumps({"age": {"Units": "months"}}))
+    assert "says that ages are in months" in sentences(open_cohort(tmp_path / "people.tsv"), "error")[0]
+
+
+def test_a_segmentation_of_a_part_is_no_brain(tmp_path):
+    root = bids_set(tmp_path / "set", people=1, labels=False)
+    _, labels, affine = head(1)
+    folder = root / "derivatives" / "lesions" / "sub-01" / "anat"
+    save(folder / "sub-01_desc-lesion_dseg.nii.gz", labels, affine)
+    (scan,) = open_cohort(root).scans
+    assert (scan.labels, scan.tissue) == (None, None)
+    named = save(folder / "sub-01_desc-tissue_dseg.nii.gz", labels, affine)
+    named.with_name("sub-01_desc-tissue_dseg.tsv").write_text(DSEG_TSV)
+    (scan,) = open_cohort(root).scans
+    assert scan.labels == named
+
+
+def test_a_linked_file_brings_the_derivatives_of_its_place(tmp_path):
+    root = bids_set(tmp_path / "set", people=1)
+    t1 = root / "sub-01" / "anat" / "sub-01_T1w.nii.gz"
+    t1.rename(tmp_path / "object")
+    t1.symlink_to(tmp_path / "object")
+    (scan,) = open_scans([t1]).scans
+    assert scan.labels is not None
+    save(tmp_path / "loose" / "A.NII", *head(1)[::2])
+    assert len(open_scans([tmp_path / "loose"]).scans) == 1
+
+
 def test_one_rule_for_several_scans(tmp_path):
     root = bids_set(tmp_path / "set", people=1)
     t1, _, affine = head(1)

@@ -1,5 +1,6 @@
 """Every fault of a scan gets a sentence that names the person and the file; a confound gets a warning."""
 
+import gzip
 import io
 import shutil
 
@@ -10,8 +11,9 @@ from rich.console import Console
 pytest.importorskip("nibabel")
 
 import nibabel
+from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 
-from data.brain.make import bids_set, head, rewrite, save, truncate
+from data.brain.make import bids_set, head, rewrite, save, truncate, unpacked
 from ermoe.cli.brain_data import Doctor
 from ermoe.data.brain import mask as masks
 from ermoe.data.brain.cohort import open_cohort, open_scans
@@ -40,11 +42,34 @@ def mirrored_qform(path):
     nibabel.save(nibabel.Nifti1Image(np.asanyarray(image.dataobj), None, image.header), path)
 
 
+def stored_as(axes):
+    """Stores a T1 in another order of axes, and then cuts the file in the middle."""
+
+    def damage(t1, _):
+        image = nibabel.load(t1)
+        turn = ornt_transform(io_orientation(image.affine), axcodes2ornt(axes))
+        turned = image.as_reoriented(turn)
+        truncate(save(t1, np.asanyarray(turned.dataobj), turned.affine))
+
+    return damage
+
+
+def with_fourth_axis(t1, _):
+    truncate(rewrite(t1, lambda data, affine: (data[..., None], affine)))
+
+
 def without_orientation(path):
     image = nibabel.load(path)
     image.set_sform(None, 0)
     image.set_qform(None, 0)
     nibabel.save(image, path)
+
+
+def corner(labels):
+    """Marks a small part of a brain."""
+    part = np.zeros_like(labels)
+    part[18:22, 22:26, 20:24] = 1
+    return part
 
 
 FAULTS = {
@@ -54,6 +79,10 @@ FAULTS = {
     "qform": (lambda t1, _: mirrored_qform(t1), "T1w.nii.gz has an sform and a qform"),
     "no orientation": (lambda t1, _: without_orientation(t1), "T1w.nii.gz says nothing about its orientation"),
     "truncated": (lambda t1, _: truncate(t1), "T1w.nii.gz ends before its voxels do"),
+    "truncated, stored as LAS": (stored_as("LAS"), "T1w.nii.gz ends before its voxels do"),
+    "truncated, stored as PSR": (stored_as("PSR"), "T1w.nii.gz ends before its voxels do"),
+    "truncated, one volume of four axes": (with_fourth_axis, "T1w.nii.gz ends before its voxels do"),
+    "a lesion": (lambda _, dseg: rewrite(dseg, lambda d, a: (d * corner(d), a)), "mL as brain, and no brain is"),
     "empty file": (lambda t1, _: t1.write_bytes(b""), "T1w.nii.gz is empty"),
     "no image": (lambda t1, _: t1.write_bytes(b"hello"), "T1w.nii.gz cannot be read as an image"),
     "constant": (lambda t1, _: rewrite(t1, lambda d, a: (0 * d, a)), "T1w.nii.gz is 0 everywhere"),
@@ -98,6 +127,30 @@ def test_a_missing_file_is_named(tmp_path):
     (error,) = map(str, examine(open_cohort(flat)).errors)
     assert error.startswith("sub-01: ")
     assert "gone.nii.gz does not exist" in error
+
+
+def test_a_quaternion_that_is_too_long_is_a_warning(tmp_path, healthy):
+    root = shutil.copytree(healthy, tmp_path / "set")
+    path = root / "sub-01" / "anat" / "sub-01_T1w.nii.gz"
+    header = bytearray(unpacked(path))
+    header[256:268] = np.array([0.8, 0.8, 0.0], "<f4").tobytes()  # quatern_b, c and d
+    path.write_bytes(gzip.compress(bytes(header)))
+    examination = examine(open_cohort(root))
+    assert examination.errors == []
+    assert "no rotation: the sform is used" in " ".join(map(str, examination.warnings))
+
+
+def test_a_brain_larger_than_the_grid_is_an_error_before_training(healthy):
+    (error, *_) = examine(open_cohort(healthy), Preprocessing(2.0, (32, 32, 32))).errors
+    assert "and the grid holds 64 × 64 × 64 mm" in str(error)
+
+
+def test_options_of_tables_are_not_forgotten(tmp_path, healthy):
+    scans = sorted(map(str, healthy.glob("sub-*/anat/*_T1w.nii.gz")))
+    assert "--exclude, --sex-coding and --age-is-baseline need" in run_doctor(*scans, exclude=("01",))
+    rows = "\n".join(f"sub-0{n}\t15000\t{scan}" for n, scan in enumerate(scans))
+    (tmp_path / "PEOPLE.TSV").write_text(f"participant_id\tage\tt1\n{rows}\n")
+    assert "2 errors (see above)" in run_doctor(tmp_path / "PEOPLE.TSV")
 
 
 def test_forms_that_are_only_shifted_are_a_warning(tmp_path, healthy):

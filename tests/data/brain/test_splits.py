@@ -1,5 +1,6 @@
 """Nobody is trained on and tested, whatever the table says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,13 @@ def test_sites_are_left_out():
     assert splits.fold_names == ("site-a", "site-b", "site-c")
     assert {scan.site for scan in splits.select(scans, 1, "test")} == {"B"}
     assert {scan.site for scan in splits.select(scans, 1, "validation")} <= {"A", "C"}
+
+
+def test_sites_that_look_alike_are_refused():
+    """Their folds would share a name, and the second would find the network of the first."""
+    scans = [replace(scan, site="Guys" if scan.site == "A" else "guys") for scan in people(12)]
+    with pytest.raises(UserError, match="'Guys' = 'guys'"):
+        leave_site_out(scans)
 
 
 def test_round_trip(tmp_path):

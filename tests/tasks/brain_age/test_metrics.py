@@ -60,11 +60,12 @@ def test_a_paired_difference_is_narrower_than_two_intervals():
     assert found.high - found.low < 0.1 * (alone.high - alone.low)
 
 
-def test_groups_leave_out_those_without_one():
+def test_those_without_a_group_are_one():
     people, age, predicted = cohort()
     group = ["M", "F", None] * 20
     found = by_group(group, people, age, predicted)
-    assert list(found) == ["F", "M"]
+    assert list(found) == ["F", "M", "n/a"]
+    assert found["n/a"][0] == 20
     rows = [g == "F" for g in group]
     assert found["F"][0] == 20
     assert found["F"][2]["mae"].value == pytest.approx(np.abs(predicted - age)[rows].mean())

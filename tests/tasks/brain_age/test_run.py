@@ -16,8 +16,10 @@ import ermoe
 from bids import bids_errors
 from ermoe.cli.main import main
 from ermoe.data.brain.cohort import open_cohort
+from ermoe.data.brain.phantom import synthesize
 from ermoe.data.brain.splits import Splits
 from ermoe.errors import UserError
+from ermoe.tasks.brain_age.calibration import Calibration, Line
 from ermoe.tasks.brain_age.evaluation import Evaluation
 from ermoe.tasks.brain_age.learning import Place, learn_phantoms
 from ermoe.tasks.brain_age.model import BrainAgeModel, hashed_id
@@ -89,7 +91,16 @@ def test_a_person_is_judged_by_folds_that_have_not_seen_them(finished, cohort_ro
     folds, seen = model.folds_for(person)
     assert seen
     assert [model.parts[hashed_id(person)][list(model.networks).index(fold)] for fold in folds] == ["test"]
+    assert model.folds_for(person.replace("sub-", "sub-0")) == (folds, True)  # other padding, the same person
     assert model.folds_for("sub-somebodyElse") == (["fold-0", "fold-1", "fold-2"], False)
+
+
+def test_a_crash_is_a_row_too(finished, cohort_root):
+    def read(scan):
+        raise ZeroDivisionError("nobody thought of this")
+
+    (row,) = predict(BrainAgeModel.load(finished), open_cohort(cohort_root).scans[:1], read=read)
+    assert "ZeroDivisionError: nobody thought of this" in row.problem
 
 
 def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):
@@ -101,6 +112,19 @@ def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):
     assert row.brain_age == pytest.approx(expected, abs=1e-2)
     assert row.seen_in_training
     assert row.brain_age_low < row.brain_age_high
+
+
+def test_a_known_person_is_corrected_by_lines_that_never_saw_their_age(finished, cohort_root, tmp_path):
+    model = BrainAgeModel.load(finished)
+    shifted = {fold: Calibration({"pooled": Line(float(n), 1.0)}) for n, fold in enumerate(model.networks)}
+    lines = {"calibration": Calibration({"pooled": Line(100.0, 1.0)}), "calibration_of_fold": shifted}
+    model = dataclasses.replace(model, **lines)
+    scan = open_cohort(cohort_root).scans[3]
+    (known,) = predict(model, [scan])
+    ((fold,), _) = model.folds_for(scan.participant_id)
+    assert known.brain_age - known.brain_age_calibrated == pytest.approx(list(model.networks).index(fold))
+    (new,) = predict(model, [dataclasses.replace(scan, participant_id="sub-new")])
+    assert new.brain_age - new.brain_age_calibrated == pytest.approx(100)
 
 
 def test_a_new_person_is_judged_by_all_folds_and_flagged_if_unlike_training(finished, cohort_root, tmp_path):
@@ -207,12 +231,36 @@ def test_what_phantoms_taught_is_kept(cache):
     assert any(not torch.equal(value, fresh[name]) for name, value in first.state_dict().items())
 
 
-def test_a_model_can_start_from_another(finished, cohort_root, cache, tmp_path):
-    model = train(
-        cohort_root, tmp_path, preset="tiny", init=str(finished), folds=2, cache=cache, console=QUIET, check=False,
-        epochs=1,
-    )  # fmt: skip
-    assert len(model.networks) == 2
+def test_a_model_can_start_from_another_that_does_not_know_its_test_people(finished, cohort_root, cache, tmp_path):
+    options = {"preset": "tiny", "init": str(finished), "cache": cache, "console": QUIET, "check": False, "epochs": 1}
+    model = train(cohort_root, tmp_path / "same", folds=3, **options)
+    assert len(model.networks) == 3
+    with pytest.raises(UserError, match="has learnt from people who are to be held out"):
+        train(cohort_root, tmp_path / "other", folds=3, fold_seed=1, **options)
+    others = synthesize(tmp_path / "bids", 6, seed=5, spacing_mm=6.0)
+    for path in sorted(others.rglob("*sub-*"), key=lambda path: -len(path.parts)):
+        path.rename(path.with_name(path.name.replace("sub-", "sub-other")))
+    table = others / "participants.tsv"
+    table.write_text(table.read_text().replace("sub-", "sub-other"))
+    later = train(others, tmp_path / "later", folds=2, **options)
+    known = open_cohort(cohort_root).scans[0].participant_id
+    assert later.knows(known)
+    assert later.fold_without(["sub-nobody"]) == "fold-0"
+
+
+def test_a_run_folder_is_for_one_set_of_people_and_ages(finished, cohort_root, cache, tmp_path):
+    run, data = (shutil.copytree(source, tmp_path / source.name) for source in (finished, cohort_root))
+    table = data / "participants.tsv"
+    header, first, *rest = table.read_text().splitlines()
+    name, _age, *others = first.split("\t")
+    table.write_text("\n".join([header, "\t".join([name, "33.0", *others]), *rest]) + "\n")
+    with pytest.raises(UserError, match="scans_and_ages"):
+        train(data, run, preset="tiny", folds=3, cache=cache, console=QUIET)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["path"] = str(data)
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="have changed since"):
+        Evaluation.of(run)
 
 
 @pytest.mark.parametrize(

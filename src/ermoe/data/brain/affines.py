@@ -60,13 +60,23 @@ def _form_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
         what = "says nothing about its orientation (sform and qform codes are 0)"
         yield Problem("error", subject, path, what, "set one of them, or convert the scan again from DICOM")
     elif sform_code and qform_code:
-        sform, qform = np.asarray(image.get_sform()), np.asarray(image.get_qform())
-        if _contradict(sform, qform):
+        sform, qform = np.asarray(image.get_sform()), _qform(image)
+        if qform is None:
+            what = "has a qform whose quaternion is longer than one, which is no rotation"
+            yield Problem("warning", subject, path, what, "the sform is used")
+        elif _contradict(sform, qform):
             what = "has an sform and a qform that put its axes in different places"
             yield Problem("error", subject, path, what, "find out which one is right and copy it over the other")
         elif (apart := _apart_mm(sform, qform, image.shape[:3])) > _APART_MM:
             what = f"has an sform and a qform that are up to {apart:.0f} mm apart"
             yield Problem("warning", subject, path, what, "the sform is used")
+
+
+def _qform(image: Any) -> Affine | None:
+    try:
+        return np.asarray(image.get_qform(), np.float64)
+    except ValueError:
+        return None
 
 
 def _contradict(sform: Affine, qform: Affine) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ermoe.data.brain.bids import Choice, choose_t1s
-from ermoe.data.brain.demographics import SexReader, declared_age_unit, declared_sexes
+from ermoe.data.brain.demographics import SexReader, age_unit_problems, declared_sexes
 from ermoe.data.brain.derivatives import find_derivatives
 from ermoe.data.brain.options import CohortOptions
 from ermoe.data.brain.people import People, describe, mismatches, same_person_twice, session_ages
@@ -32,8 +32,8 @@ def bids_cohort(root: Path, options: CohortOptions) -> tuple[list[Scan], list[st
         problems.append(Problem("error", None, table, "is not there or has no rows", "ages come from it"))
     reader = SexReader(declared_sexes(root / "participants.json") | dict(options.sex_coding))
     scans = []
-    for participant_id, sessions in _by_person(taken).items():
-        scans += _scans_of(root, participant_id, sessions, people, reader, options, problems)
+    for participant_id, used in _by_person(taken).items():
+        scans += _scans_of(root, participant_id, used, people, reader, options, problems)
     return scans, _notes(choices, options), list(filter(options.concerns, problems))
 
 
@@ -48,10 +48,11 @@ def _scans_of(
 ) -> list[Scan]:
     session_table = _session_table(root, participant_id)
     sessions = [choice.session_id for choice in choices]
+    visits = sorted(path.name for path in (root / participant_id).glob("ses-*") if path.is_dir())
     ages, unclear = session_ages(
-        participant_id, sessions, people, session_table, age_is_baseline=options.age_is_baseline
+        participant_id, sessions, people, session_table, visits=visits, age_is_baseline=options.age_is_baseline
     )
-    problems += unclear
+    problems += [*unclear, *age_unit_problems(_session_path(root, participant_id).with_suffix(".json"))]
     scans = []
     for choice in choices:
         assert choice.t1 is not None
@@ -80,8 +81,12 @@ def _scans_of(
 
 
 def _session_table(root: Path, participant_id: str) -> Table | None:
-    path = root / participant_id / f"{participant_id}_sessions.tsv"
+    path = _session_path(root, participant_id)
     return read_table(path) if path.is_file() else None
+
+
+def _session_path(root: Path, participant_id: str) -> Path:
+    return root / participant_id / f"{participant_id}_sessions.tsv"
 
 
 def _by_person(choices: list[Choice]) -> dict[str, list[Choice]]:
@@ -92,11 +97,7 @@ def _by_person(choices: list[Choice]) -> dict[str, list[Choice]]:
 
 
 def _units(root: Path) -> list[Problem]:
-    sidecar = root / "participants.json"
-    unit = declared_age_unit(sidecar)
-    if unit is None:
-        return []
-    return [Problem("error", None, sidecar, f"says that ages are in {unit}", "write them in years")]
+    return [problem for name in ("participants", "sessions") for problem in age_unit_problems(root / f"{name}.json")]
 
 
 def _notes(choices: list[Choice], options: CohortOptions) -> list[str]:

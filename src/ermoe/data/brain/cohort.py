@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from ermoe.data.brain.problems import Problem
 from ermoe.data.brain.scans import Scan, Sex
 from ermoe.errors import UserError
 
-_TABLES = {".tsv", ".csv", ".txt"}
+TABLES = {".tsv", ".csv", ".txt"}
 _IMAGES = (".nii", ".nii.gz")
 _NOT_A_T1 = {"mask", "dseg", "probseg", "bold", "dwi", "T2w", "FLAIR"}
 
@@ -36,6 +37,16 @@ class Cohort:
     def with_age(self) -> tuple[Scan, ...]:
         """The scans one can train on."""
         return tuple(scan for scan in self.scans if scan.age is not None)
+
+
+def state_of(scans: Sequence[Scan]) -> str:
+    """Which people, ages and images these are, wherever they lie: what two runs must share to be one.
+
+    >>> state_of([Scan("sub-01", None, Path("gone.nii"), age=50.0)])
+    '1 scans, 26070856'
+    """
+    lines = sorted(f"{scan.key} {scan.age} {scan.t1.stat().st_size if scan.t1.exists() else 0}" for scan in scans)
+    return f"{len(scans)} scans, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:8]}"
 
 
 def open_cohort(
@@ -69,7 +80,7 @@ def open_cohort(
     place = Path(path)
     if place.is_dir():
         return _cohort(*bids_cohort(place, options))
-    if place.is_file() and place.suffix.casefold() in _TABLES:
+    if place.is_file() and place.suffix.casefold() in TABLES:
         return _cohort(*flat_cohort(place, options))
     if not place.exists():
         raise UserError(
@@ -116,9 +127,9 @@ def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str]
         files = sorted(file for file in path.rglob("*") if _is_nifti(file) and Name.of(file).suffix not in _NOT_A_T1)
         scans = [_lone_scan(file, options) for file in files]
         return [scan for scan in scans if options.wants(scan.participant_id)], [], []
-    if path.suffix.casefold() in _TABLES:
+    if path.suffix.casefold() in TABLES:
         return flat_cohort(path, options)
-    if not path.exists() and not path.name.endswith(_IMAGES):
+    if not path.exists() and not path.name.casefold().endswith(_IMAGES):
         raise UserError(f"{path} does not exist: name NIfTI files, folders, BIDS roots or tables")
     return [_lone_scan(path, options)], [], []
 
@@ -138,9 +149,9 @@ def _lone_scan(path: Path, options: CohortOptions) -> Scan:
 
 
 def _enclosing_root(path: Path) -> Path | None:
-    """The BIDS root that holds ROOT/sub-X/[ses-Y/]anat/FILE."""
-    return next((parent for parent in path.resolve().parents[2:4] if is_bids_root(parent)), None)
+    """The BIDS root that holds ROOT/sub-X/[ses-Y/]anat/FILE, also where FILE is a link to somewhere else."""
+    return next((parent for parent in Path(os.path.abspath(path)).parents[2:4] if is_bids_root(parent)), None)
 
 
 def _is_nifti(path: Path) -> bool:
-    return path.is_file() and path.name.endswith(_IMAGES)
+    return path.is_file() and path.name.casefold().endswith(_IMAGES)

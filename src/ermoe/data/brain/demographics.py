@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ermoe.data.brain.problems import Problem
 from ermoe.data.brain.scans import Sex
 from ermoe.errors import UserError
 
@@ -105,10 +106,12 @@ def declared_sexes(sidecar: Path) -> dict[str, Sex]:
     return {code: sex for code, sex in found.items() if sex is not None}
 
 
-def declared_age_unit(sidecar: Path) -> str | None:
-    """The unit a participants.json gives for ages if it is not years."""
+def age_unit_problems(sidecar: Path) -> list[Problem]:
+    """An error if the sidecar of a table says that its ages are not in years."""
     unit = str(_column(_sidecar(sidecar), "age").get("Units", "")).strip()
-    return None if not unit or unit.casefold() in {"y", "yr", "yrs", "year", "years", "a"} else unit
+    if not unit or unit.casefold() in {"y", "yr", "yrs", "year", "years", "a"}:
+        return []
+    return [Problem("error", None, sidecar, f"says that ages are in {unit}", "write them in years")]
 
 
 def _sidecar(path: Path) -> dict[str, Any]:

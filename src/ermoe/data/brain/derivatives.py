@@ -12,6 +12,8 @@ from ermoe.data.brain.problems import Problem
 from ermoe.data.brain.scans import TISSUES, ProbabilityMaps, Segmentation, Tissue, TissueSource
 from ermoe.errors import UserError
 
+_OF_A_PART = {"desc", "atlas", "seg", "label"}
+"""Entities of segmentations that may show lesions or one structure instead of the whole brain."""
 _FREESURFER = {"aseg", "aparcaseg", "aparcaDKTaseg", "wmparc"}
 
 
@@ -58,7 +60,7 @@ def _collect(places: list[tuple[Path, Path]], t1: Path, tissue_from: str | None,
     for pipeline, folder in places:
         if not folder.is_dir():
             continue
-        segmentations = [path for path in derived(folder, "dseg", t1) if not _is_freesurfer(path)]
+        segmentations = [path for path in derived(folder, "dseg", t1) if _shows_tissues(path, pipeline)]
         found.mask = found.mask or next((path for path in derived(folder, "mask", t1) if _desc(path) == "brain"), None)
         found.labels = found.labels or next(iter(segmentations), None)
         if found.tissue is None:
@@ -129,6 +131,19 @@ def _codes_at(table: Path, modified_ns: int) -> Codes:
 def known_codes(table: Path) -> Codes:
     """`codes_from_table`, read once for all the people of a pipeline."""
     return _codes_at(table, table.stat().st_mtime_ns)
+
+
+def _shows_tissues(path: Path, pipeline: Path) -> bool:
+    """Whether a dseg shows the whole brain: it has a plain name, or a table that names the three tissues."""
+    if _is_freesurfer(path):
+        return False
+    if not _OF_A_PART & Name.of(path).entities.keys():
+        return True
+    table = lookup_table(path, pipeline)
+    try:
+        return table is not None and bool(known_codes(table))
+    except UserError:
+        return False
 
 
 def _is_freesurfer(path: Path) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ermoe.data.brain.bids import lookup_table
 from ermoe.data.brain.codes import aseg_codes
-from ermoe.data.brain.demographics import SexReader, declared_sexes
+from ermoe.data.brain.demographics import SexReader, age_unit_problems, declared_sexes
 from ermoe.data.brain.derivatives import known_codes
 from ermoe.data.brain.options import CohortOptions
-from ermoe.data.brain.people import People, describe, same_person_twice
+from ermoe.data.brain.people import AgeText, People, describe, same_person_twice
 from ermoe.data.brain.problems import Problem
 from ermoe.data.brain.scans import TISSUES, ProbabilityMaps, Scan, Segmentation, TissueSource
 from ermoe.data.brain.table import given, read_table
@@ -31,6 +31,7 @@ def flat_cohort(path: Path, options: CohortOptions) -> tuple[list[Scan], list[st
         raise UserError(f"{path} needs the columns participant_id and t1 (and age, to train); it has {table.columns}")
     people = People.of(table)
     problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
+    problems += age_unit_problems(path.with_suffix(".json"))
     reader = SexReader(declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding))
     scans: list[Scan] = []
     for (participant_id, session_id), row in people.rows.items():
@@ -41,7 +42,7 @@ def flat_cohort(path: Path, options: CohortOptions) -> tuple[list[Scan], list[st
         if t1 is None:
             problems.append(Problem("error", key, path, "names no T1 scan", "delete the row or fill the cell"))
             continue
-        said, doubts = describe(row, key, path, reader, age=given(row.get("age")))
+        said, doubts = describe(row, key, path, reader, age=AgeText(given(row.get("age")), path))
         further = {name: text for name, text in said.columns.items() if name not in {column, *_OTHER_PATHS}}
         scans.append(
             Scan(
@@ -82,7 +83,12 @@ def _tissue(
         return ProbabilityMaps(maps)
     if dseg is None or options.tissue_from == "probseg":
         return None
-    explained = lookup_table(dseg, dseg.parent) or lookup_table(table.parent / dseg.name, table.parent)
+    beside = (folder / "dseg.tsv" for folder in (dseg.parent, table.parent))
+    explained = (
+        lookup_table(dseg, dseg.parent)
+        or lookup_table(table.parent / dseg.name, table.parent)
+        or next((path for path in beside if path.is_file()), None)
+    )
     if explained is None:
         what = "has no dseg.tsv beside it that says which number is which tissue, and numbers differ between tools"
         problems.append(Problem("error", key, dseg, what, "write one, or go without tissue: --tissue-from none"))

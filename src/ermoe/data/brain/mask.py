@@ -23,6 +23,8 @@ MASK_SOURCES: tuple[str, ...] = get_args(MaskSource)
 Bool = NDArray[np.bool_]
 
 _BRAIN_ML = (400.0, 2300.0)
+_POSSIBLE_ML = (150.0, 3500.0)
+"""Of any mask: a newborn's brain is larger than the first, a whole head than the second."""
 _SMALLEST_BACKGROUND = 0.2
 _ONE_PIECE = 0.95
 
@@ -35,14 +37,14 @@ def brain_mask(scan: Scan, t1: Image) -> tuple[Bool, MaskSource]:
     """
     if scan.mask is not None:
         values_XYZ = on_grid_of(t1, read_image(scan.mask, scan.key, is_label=True), scan.key)
-        return _not_empty(values_XYZ > values_XYZ.max() / 2, scan, "derivative"), "derivative"
+        return _a_brain(values_XYZ > values_XYZ.max() / 2, t1, scan, "derivative"), "derivative"
     if scan.labels is not None:
         labels_XYZ = on_grid_of(t1, read_image(scan.labels, scan.key, is_label=True), scan.key)
-        return _not_empty(labels_XYZ > 0, scan, "dseg"), "dseg"
+        return _a_brain(labels_XYZ > 0, t1, scan, "dseg"), "dseg"
     if has_deepbet():
         from ermoe.data.brain.skull_strip import deepbet_mask
 
-        return _not_empty(deepbet_mask(t1), scan, "deepbet"), "deepbet"
+        return _a_brain(deepbet_mask(t1), t1, scan, "deepbet"), "deepbet"
     stripped_XYZ = stripped_mask(t1)
     if stripped_XYZ is not None:
         return stripped_XYZ, "stripped"
@@ -83,9 +85,14 @@ def volume_ml(mask_XYZ: Bool, image: Image) -> float:
     return float(mask_XYZ.sum() * abs(np.linalg.det(image.affine[:3, :3])) / 1000)
 
 
-def _not_empty(mask_XYZ: Bool, scan: Scan, source: MaskSource) -> Bool:
-    if mask_XYZ.any():
+def _a_brain(mask_XYZ: Bool, t1: Image, scan: Scan, source: MaskSource) -> Bool:
+    """The mask, if it has a size that a brain can have."""
+    size_ml = volume_ml(mask_XYZ, t1)
+    if _POSSIBLE_ML[0] <= size_ml <= _POSSIBLE_ML[1]:
         return mask_XYZ
     path = {"derivative": scan.mask, "dseg": scan.labels}.get(source, scan.t1)
-    what = "marks no voxel of the T1 as brain" if source != "deepbet" else "shows no brain that deepbet could find"
+    if size_ml:
+        what = f"marks {size_ml:.0f} mL as brain, and no brain is of that size"
+    else:
+        what = "marks no voxel of the T1 as brain" if source != "deepbet" else "shows no brain that deepbet could find"
     raise ScanError(Problem("error", scan.key, path, what, "make the mask again and look at it"))

@@ -55,10 +55,9 @@ def _inspect(path: Path, subject: str, is_label: bool) -> tuple[Image | None, li
     problems = [*_shape_problems(stored, path, subject), *geometry_problems(stored, path, subject)]
     if any(problem.severity == "error" for problem in problems):
         return None, problems
-    canonical = _library().as_closest_canonical(_three_axes(stored))
-    data_XYZ = _read(canonical, path, subject)
-    problems += _value_problems(data_XYZ, path, subject, is_label)
-    return Image(data_XYZ, canonical.affine.astype(np.float64), path), problems
+    image = _read(stored, path, subject)
+    problems += _value_problems(image.data_XYZ, path, subject, is_label)
+    return image, problems
 
 
 def _library() -> Any:
@@ -85,9 +84,12 @@ def _open(path: Path, subject: str) -> Any:
 _BROKEN = (EOFError, OSError, zlib.error, ValueError)
 
 
-def _read(image: Any, path: Path, subject: str) -> NDArray[np.float32]:
+def _read(stored: Any, path: Path, subject: str) -> Image:
+    """The voxels in RAS order. Taking a volume of four axes and turning axes read voxels too, so both may fail here."""
     try:
-        return np.ascontiguousarray(image.get_fdata(dtype=np.float32, caching="unchanged"))
+        canonical = _library().as_closest_canonical(_three_axes(stored))
+        data_XYZ = np.ascontiguousarray(canonical.get_fdata(dtype=np.float32, caching="unchanged"))
+        return Image(data_XYZ, canonical.affine.astype(np.float64), path)
     except _BROKEN as problem:
         what = f"ends before its voxels do ({_short(problem)})"
         remedy = "it is truncated or damaged; copy it again from where it came"

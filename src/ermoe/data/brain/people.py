@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -111,24 +112,25 @@ class Described:
 
 
 def describe(
-    row: Mapping[str, str], key: str, path: Path, reader: SexReader, *, age: str | None
+    row: Mapping[str, str], key: str, path: Path, reader: SexReader, *, age: AgeText
 ) -> tuple[Described, list[Problem]]:
-    """Reads a row; ``age`` is the text of the age that holds for this scan."""
+    """Reads a row; ``age`` is the one that holds for this scan."""
     problems: list[Problem] = []
     site = next((given(row[name]) for name in _SITE if name in row and given(row[name])), None)
     further = {name: text for name, text in row.items() if name not in _KNOWN and given(text) is not None}
-    return Described(_age(age, key, path, problems), _sex(row, key, path, reader, problems), site, further), problems
+    years, sex = _age(age, key, problems), _sex(row, key, path, reader, problems)
+    return Described(years, sex, site, further), problems
 
 
-def _age(text: str | None, key: str, path: Path, problems: list[Problem]) -> float | None:
-    if text is None:
-        problems.append(Problem("warning", key, path, "gives no age", "the scan is left out of training"))
+def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
+    if age.text is None:
+        problems.append(Problem("warning", key, age.path, "gives no age", "the scan is left out of training"))
         return None
     try:
-        return read_age(text)
+        return read_age(age.text)
     except AgeError as wrong:
         severity: Severity = "warning" if wrong.is_limit else "error"
-        problems.append(Problem(severity, key, path, str(wrong), wrong.remedy))
+        problems.append(Problem(severity, key, age.path, str(wrong), wrong.remedy))
         return None
 
 
@@ -144,53 +146,93 @@ def _sex(row: Mapping[str, str], key: str, path: Path, reader: SexReader, proble
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class AgeText:
+    """An age as a file spells it; None where there is none."""
+
+    text: str | None
+    path: Path
+
+
 def session_ages(
     participant_id: str,
     sessions: Sequence[str | None],
     people: People,
     session_table: Table | None,
     *,
+    visits: Sequence[str] = (),
     age_is_baseline: bool,
-) -> tuple[dict[str | None, str | None], list[Problem]]:
-    """The text of the age at each session of one person.
+) -> tuple[dict[str | None, AgeText], list[Problem]]:
+    """The age at each of ``sessions`` of one person; ``visits`` are further ones, of which no T1 is used.
 
-    A person's one age holds for a single session. For several, each session needs its own; with ``age_is_baseline``
-    the one age is that of the first, and later ones get theirs from ``acq_time`` if the sessions file has it.
+    A person's one age holds for a single visit. For several, each session needs its own; with ``age_is_baseline`` the
+    one age is that of the first, and later ones get theirs from ``acq_time`` if the sessions file has it.
     """
-    own = {session: given((people.rows.get((participant_id, session)) or {}).get("age")) for session in sessions}
     listed = _sessions_listed(session_table)
-    for session in sessions:
-        own[session] = own[session] or given(listed.get(session, {}).get("age"))
+    found = {session: _own_age(participant_id, session, people, session_table) for session in sessions}
     general = given((people.rows.get((participant_id, None)) or {}).get("age"))
-    lacking = [session for session in sessions if own[session] is None]
-    if general is None or not lacking:
-        return own, []
-    if len(sessions) == 1:
-        return {sessions[0]: general}, []
+    everyone = list(dict.fromkeys([*sessions, *visits, *listed]))
+    if general is None or all(age.text for age in found.values()):
+        return found, []
+    if len(everyone) == 1:
+        return {session: AgeText(general, people.path) for session in sessions}, []
+    named = ", ".join(map(str, everyone))
+    remedy = f"write the age at each session into {participant_id}_sessions.tsv"
     if not age_is_baseline:
-        what = f"gives one age for {len(sessions)} sessions, {', '.join(map(str, sessions))}"
-        remedy = f"write the age at each session into {participant_id}_sessions.tsv, or use --age-is-baseline"
-        return own, [Problem("error", participant_id, people.path, what, remedy)]
-    own[sessions[0]] = own[sessions[0]] or general
-    return _aged_since_baseline(sessions, own, listed), []
+        what = f"gives one age for {len(everyone)} sessions, {named}"
+        return found, [Problem("error", participant_id, people.path, what, f"{remedy}, or use --age-is-baseline")]
+    first = _first_visit(everyone, listed)
+    if first is None:
+        what = f"gives the age at the first of the sessions {named}, and neither times nor numbers say which that is"
+        return found, [Problem("error", participant_id, people.path, what, f"{remedy}, or the time as acq_time")]
+    return _aged_since(first[0], general, people.path, found, listed), []
 
 
-def _aged_since_baseline(
-    sessions: Sequence[str | None],
-    own: dict[str | None, str | None],
+def _own_age(participant_id: str, session: str | None, people: People, session_table: Table | None) -> AgeText:
+    """The age that a table gives for this very session."""
+    row = {} if session is None else people.rows.get((participant_id, session)) or {}
+    if text := given(row.get("age")):
+        return AgeText(text, people.path)
+    listed = given(_sessions_listed(session_table).get(session, {}).get("age"))
+    return AgeText(listed, people.path if session_table is None or listed is None else session_table.path)
+
+
+def _first_visit(
+    sessions: Sequence[str | None], listed: Mapping[str | None, Mapping[str, str]]
+) -> tuple[str | None] | None:
+    """The earliest session by its time, else by its number; None if neither is known of all."""
+    times = {session: _time(listed.get(session, {})) for session in sessions}
+    if all(times.values()):
+        return (min(sessions, key=lambda session: times[session] or datetime.max),)
+    parts = [re.fullmatch(r"ses-(\D*)(\d+)", session or "") for session in sessions]
+    if not all(parts) or len({part[1].casefold() for part in parts if part}) > 1:
+        return None
+    numbers = {session: int(part[2]) for session, part in zip(sessions, parts, strict=True) if part}
+    return (min(sessions, key=lambda session: numbers[session]),)
+
+
+def _aged_since(
+    first: str | None,
+    baseline: str,
+    path: Path,
+    found: dict[str | None, AgeText],
     listed: Mapping[str | None, Mapping[str, str]],
-) -> dict[str | None, str | None]:
-    """Ages of later sessions by the time since the first, where both are known."""
-    try:
-        baseline = read_age(own[sessions[0]] or "")
-    except AgeError:
-        return own
-    start = _time(listed.get(sessions[0], {}))
-    for session in sessions[1:]:
+) -> dict[str | None, AgeText]:
+    """Ages by the time since the first visit, where both times are known."""
+    start = _time(listed.get(first, {}))
+    aged = dict(found)
+    for session in (session for session, age in found.items() if age.text is None):
         now = _time(listed.get(session, {}))
-        if own[session] is None and start and now:
-            own[session] = f"{baseline + (now - start).total_seconds() / _SECONDS_A_YEAR:.6g}"
-    return own
+        if session == first:
+            aged[session] = AgeText(baseline, path)
+        elif start and now:
+            try:
+                years = read_age(baseline) + (now - start).total_seconds() / _SECONDS_A_YEAR
+            except AgeError:
+                aged[session] = AgeText(baseline, path)  # whoever reads it says what is wrong with it
+            else:
+                aged[session] = AgeText(f"{years:.6g}", path)
+    return aged
 
 
 def _sessions_listed(table: Table | None) -> dict[str | None, dict[str, str]]:

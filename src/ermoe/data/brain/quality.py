@@ -66,11 +66,17 @@ class Examination:
         return [confound.name for confound in self.confounds if confound.predicts_age]
 
 
-def examine(cohort: Cohort, *, on_scan: Callable[[int, int], None] = lambda done, total: None) -> Examination:
-    """Checks every scan; call `stop_at_errors(examination.problems)` before training."""
+def examine(
+    cohort: Cohort,
+    preprocessing: Preprocessing | None = None,
+    *,
+    on_scan: Callable[[int, int], None] = lambda done, total: None,
+) -> Examination:
+    """Checks every scan, for the usual ``preprocessing`` or another; `stop_at_errors(….problems)` before training."""
+    usual = preprocessing or Preprocessing()
     checkups = []
     for done, scan in enumerate(cohort.scans, start=1):
-        checkups.append(check_scan(scan))
+        checkups.append(check_scan(scan, usual))
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
@@ -78,7 +84,7 @@ def examine(cohort: Cohort, *, on_scan: Callable[[int, int], None] = lambda done
     return Examination(tuple(checkups), tuple(problems), found)
 
 
-def check_scan(scan: Scan) -> Checkup:
+def check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
     """Everything that can be told from one scan and its derivatives."""
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):
@@ -92,7 +98,7 @@ def check_scan(scan: Scan) -> Checkup:
     except ScanError as wrong:
         problems.append(wrong.problem)
     if mask_XYZ is not None and source != "deepbet":
-        problems += _brain(scan, t1, mask_XYZ)
+        problems += _brain(scan, t1, mask_XYZ, preprocessing)
     marked = mask_XYZ if mask_XYZ is not None else t1.data_XYZ > t1.data_XYZ.mean()
     digest = hashlib.blake2b(_trimmed(t1.data_XYZ).tobytes(), digest_size=16).hexdigest()
     return Checkup(scan, source, fingerprint(t1, marked), tuple(problems), digest)
@@ -115,7 +121,7 @@ def _resolution(t1: Image, scan: Scan) -> list[Problem]:
     return [Problem("warning", scan.key, scan.t1, what, "expect a poor prediction")]
 
 
-def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_]) -> list[Problem]:
+def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_], preprocessing: Preprocessing) -> list[Problem]:
     problems = []
     path = scan.mask or scan.labels or scan.t1
     size_ml = volume_ml(mask_XYZ, t1)
@@ -123,10 +129,11 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_]) -> list[Problem]:
         what = f"marks {size_ml:.0f} mL as brain, where {_BRAIN_ML[0]:.0f} to {_BRAIN_ML[1]:.0f} would be usual"
         problems.append(Problem("warning", scan.key, path, what, "look at the mask"))
     low_mm, high_mm = extent_mm(mask_XYZ, t1.affine)
-    usual = Preprocessing()
-    if np.any(high_mm - low_mm > usual.spacing_mm * np.array(usual.shape)):
-        what = f"is {' × '.join(f'{edge:.0f}' for edge in high_mm - low_mm)} mm large, and would not fit the usual grid"
-        problems.append(Problem("warning", scan.key, path, what, "look at the mask"))
+    room_mm = preprocessing.spacing_mm * np.array(preprocessing.shape)
+    if preprocessing.register == "none" and np.any(high_mm - low_mm > room_mm):
+        size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
+        what = f"marks a brain of {size} mm, and the grid holds {room} mm"
+        problems.append(Problem("error", scan.key, path, what, "look at the mask"))
     cut = [
         side
         for axis, (low, high) in enumerate((("left", "right"), ("back", "front"), ("", "top")))

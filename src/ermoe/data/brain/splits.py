@@ -131,6 +131,9 @@ def leave_site_out(scans: Sequence[Scan], *, validation_share: float = 0.0, seed
     for scan in scans:
         at[scan.participant_id].add(str(scan.site))
     sites = sorted(set().union(*at.values()))
+    if twice := look_alikes(sites):
+        groups = "; ".join(" = ".join(map(repr, group)) for group in twice)
+        raise UserError(f"what may be one site has several names ({groups}): give one site one name")
     if len(sites) < 2:
         raise UserError(f"leaving sites out needs two sites or more, and there is only {', '.join(sites)}: use k folds")
     roaming = sorted(person for person, places in at.items() if len(places) > 1)

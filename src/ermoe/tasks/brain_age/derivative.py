@@ -49,7 +49,9 @@ EXPLAINED: dict[str, dict[str, Any]] = {
     "fold_sd": {"Description": "standard deviation over the folds that judged", "Units": "year"},
     "num_folds": {"Description": "folds that judged"},
     "mask_source": {"Description": "where the brain mask came from"},
-    "seen_in_training": {"Description": "the person was in the training data; only folds that had not seen them judge"},
+    "seen_in_training": {
+        "Description": "the person was in the training data; folds that had not learnt from them judge, if any"
+    },
     "outside_age_range": {"Description": "age (brain age where it is unknown) outside of the training people's"},
     "unusual_mask": {"Description": "no training scan had its brain mask from this source"},
     "problem": {"Description": "why there is no prediction"},

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe.data.brain.cache import VolumeCache
-from ermoe.data.brain.cohort import open_cohort
+from ermoe.data.brain.cohort import open_cohort, state_of
 from ermoe.data.brain.scans import Scan
 from ermoe.data.brain.splits import Splits
 from ermoe.errors import UserError
@@ -52,6 +52,11 @@ class Evaluation:
         config = _config(folder)
         data = dict(config["data"])
         scans = open_cohort(data.pop("path"), **data).with_age
+        if state_of(scans) != config["scans_and_ages"]:
+            raise UserError(
+                f"people, ages or images of {config['data']['path']} have changed since {folder} learnt from them "
+                f"({config['scans_and_ages']} then, {state_of(scans)} now): restore them, or train again"
+            )
         model = BrainAgeModel.load(folder)
         splits = Splits.load(folder / "splits.tsv", scans)
         outputs = Outputs.load(folder / "outputs.safetensors", scans, splits, model.head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,10 @@ def _fingerprint(recipe: Recipe, head: AgeHead) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def start(recipe: Recipe, head: AgeHead, init: str, place: Place, age_N: Tensor) -> nn.Module:
-    """A network to begin with: "random", "phantom", or the first fold of another brain-age model.
+def start(
+    recipe: Recipe, head: AgeHead, init: str, place: Place, age_N: Tensor, *, strangers: Sequence[str] = ()
+) -> nn.Module:
+    """A network to begin with: "random", "phantom", or a fold of another model that has not learnt from ``strangers``.
 
     One that has learnt nothing yet answers with the ages ``age_N`` it will learn from: what is left to find is how
     people differ from the usual age, and the less it finds, the nearer to that it stays.
@@ -179,8 +181,8 @@ def start(recipe: Recipe, head: AgeHead, init: str, place: Place, age_N: Tensor)
     from ermoe.tasks.brain_age.model import BrainAgeModel
 
     other = BrainAgeModel.load(init)
-    if other.head != head or other.input != recipe.input:
-        raise UserError(f"{init} reads ages or scans in another way: use the same head, bins and input as it")
+    if (other.head, other.input, other.preprocessing) != (head, recipe.input, recipe.preprocessing):
+        raise UserError(f"{init} reads ages or scans in another way: use the same head, bins, input and grid as it")
     network = recipe.build(head)
-    load_state(network, next(iter(other.networks.values())).state_dict(), source=init)
+    load_state(network, other.networks[other.fold_without(strangers)].state_dict(), source=init)
     return network

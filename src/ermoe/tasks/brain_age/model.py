@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ermoe
+from ermoe.data.brain.identity import canonical_id
 from ermoe.data.brain.preprocess import Preprocessing
 from ermoe.data.brain.splits import Splits
 from ermoe.errors import UserError
@@ -26,7 +27,7 @@ from ermoe.models.io import load, save
 from ermoe.tasks.brain_age.calibration import Calibration
 
 DESCRIPTION = "brain_age.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class BrainAgeModel:
         parts: hashed participant id → its part in each fold: whom the networks have seen.
         age_range: lowest and highest age of the people in it.
         mask_sources: where their brain masks came from.
-        calibration: pooled and sex-specific lines, None where they were refused.
+        calibration: pooled and sex-specific lines for new people, None where they were refused.
+        calibration_of_fold: the same for people whom a fold tests, fitted without their ages.
         temperature: τ of intervals, fitted to held-out people.
         facts: for the model card: how many people, from where, with which result.
     """
@@ -55,6 +57,7 @@ class BrainAgeModel:
     age_range: tuple[float, float]
     mask_sources: tuple[str, ...]
     calibration: Calibration | None
+    calibration_of_fold: Mapping[str, Calibration | None]
     temperature: float
     facts: Mapping[str, Any]
 
@@ -69,6 +72,29 @@ class BrainAgeModel:
             return names, False
         unseen = [name for name, part in zip(names, parts, strict=True) if part == "test"]
         return unseen or names, any(part != "test" for part in parts)
+
+    def knows(self, participant_id: str) -> bool:
+        """Whether a person was in the training set, in whatever part."""
+        return hashed_id(participant_id) in self.parts
+
+    def is_tested_by(self, participant_id: str, folds: Iterable[str]) -> bool:
+        """Whether none of these folds has learnt from a person of the training set."""
+        part_of = dict(zip(self.networks, self.parts[hashed_id(participant_id)], strict=True))
+        return all(part_of[fold] == "test" for fold in folds)
+
+    def fold_without(self, people: Sequence[str]) -> str:
+        """The first fold whose network has learnt from none of these people; `UserError` if there is none."""
+        known = {person: parts for person in people if (parts := self.parts.get(hashed_id(person))) is not None}
+        names = list(self.networks)
+        learnt = [[person for person, parts in known.items() if parts[fold] != "test"] for fold in range(len(names))]
+        fewest = min(learnt, key=len)
+        if fewest:
+            shown = ", ".join(fewest[:5]) + (", …" if len(fewest) > 5 else "")
+            raise UserError(
+                f"every network to start from has learnt from people who are to be held out ({shown}): start from a "
+                "model of other people, or split as it did (same folds and fold seed)"
+            )
+        return names[learnt.index([])]
 
     @torch.no_grad()
     def outputs(self, volume_BCXYZ: Tensor, mask_BXYZ: Tensor, folds: Sequence[str]) -> Tensor:
@@ -106,6 +132,9 @@ class BrainAgeModel:
             "age_range": list(self.age_range),
             "mask_sources": list(self.mask_sources),
             "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "calibration_of_fold": {
+                fold: None if lines is None else lines.as_json() for fold, lines in self.calibration_of_fold.items()
+            },
             "temperature": self.temperature,
             "facts": dict(self.facts),
             "parts": {person: list(parts) for person, parts in self.parts.items()},
@@ -119,7 +148,6 @@ class BrainAgeModel:
         folder = Path(place)
         folder = folder if (folder / DESCRIPTION).is_file() else folder / "model"
         description = _read(folder, place)
-        calibration = description["calibration"]
         low, high = description["age_range"]
         return cls(
             networks={name: load(folder / name).eval() for name in description["folds"]},
@@ -130,10 +158,15 @@ class BrainAgeModel:
             parts={person: tuple(parts) for person, parts in description["parts"].items()},
             age_range=(low, high),
             mask_sources=tuple(description["mask_sources"]),
-            calibration=None if calibration is None else Calibration.from_json(calibration),
+            calibration=_lines(description["calibration"]),
+            calibration_of_fold={fold: _lines(own) for fold, own in description["calibration_of_fold"].items()},
             temperature=description["temperature"],
             facts=description["facts"],
         )
+
+
+def _lines(stored: Mapping[str, Any] | None) -> Calibration | None:
+    return None if stored is None else Calibration.from_json(stored)
 
 
 def _read(folder: Path, place: str | os.PathLike[str]) -> dict[str, Any]:
@@ -152,13 +185,12 @@ def _read(folder: Path, place: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def hashed_id(participant_id: str) -> str:
-    """A participant's id as models remember it: recognisable, not readable, and deaf to case and a missing "sub-".
+    """A participant's id as models remember it: recognisable, not readable, and deaf to case, padding and "sub-".
 
-    >>> hashed_id("sub-01") == hashed_id("SUB-01") == hashed_id("01")
+    >>> hashed_id("sub-01") == hashed_id("SUB-1") == hashed_id("001")
     True
     """
-    plain = participant_id.strip().lower().removeprefix("sub-")
-    return hashlib.sha256(f"ermoe brain age {plain}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"ermoe brain age {canonical_id(participant_id)}".encode()).hexdigest()[:16]
 
 
 def hashed_parts(splits: Splits) -> dict[str, tuple[str, ...]]:

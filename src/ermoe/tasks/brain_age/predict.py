@@ -90,6 +90,10 @@ def predict(
         except UserError as reason:
             yield Prediction.failure(scan, str(reason))
             continue
+        except Exception as reason:  # whatever it is, the scans after this one are still to be judged
+            _log.debug("%s", scan.key, exc_info=True)
+            yield Prediction.failure(scan, f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})")
+            continue
         if row.unusual_mask and volume.mask_source not in warned:
             warned.add(volume.mask_source)
             known = ", ".join(model.mask_sources)
@@ -125,7 +129,7 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.devic
         brain_age=raw,
         brain_age_low=low,
         brain_age_high=high,
-        **_calibrated(model, raw, scan.sex),
+        **_calibrated(model, scan, raw, dict(zip(folds, single_F.tolist(), strict=True))),
         gap=raw - age,
         fold_sd=float(single_F.std(unbiased=False)),
         num_folds=len(folds),
@@ -137,10 +141,18 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.devic
     )
 
 
-def _calibrated(model: BrainAgeModel, raw: float, sex: str | None) -> dict[str, Any]:
-    if model.calibration is None:
+def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
+    """New people get the line of everybody held out; people of the training set those that never saw their ages."""
+    if not model.knows(scan.participant_id):
+        pairs = [(model.calibration, raw)]
+    elif model.is_tested_by(scan.participant_id, raw_of_fold):
+        pairs = [(model.calibration_of_fold[fold], age) for fold, age in raw_of_fold.items()]
+    else:
+        pairs = [(None, raw)]
+    lines = [(line, age) for line, age in pairs if line is not None]
+    if not lines:
         return {"brain_age_calibrated": math.nan, "brain_age_calibrated_sex": math.nan}
     return {
-        "brain_age_calibrated": float(model.calibration.pooled([raw])[0]),
-        "brain_age_calibrated_sex": float(model.calibration.by_sex([raw], [sex])[0]),
+        "brain_age_calibrated": float(np.mean([line.pooled([age])[0] for line, age in lines])),
+        "brain_age_calibrated_sex": float(np.mean([line.by_sex([age], [scan.sex])[0] for line, age in lines])),
     }

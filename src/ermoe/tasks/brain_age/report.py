@@ -173,9 +173,12 @@ def _groups(page: Page, evaluation: Evaluation) -> None:
 
 
 def _groupings(evaluation: Evaluation) -> dict[str, list[Any]]:
-    return {
+    known = {
         "sex": evaluation.group(lambda scan: scan.sex),
         "site": evaluation.group(lambda scan: scan.site),
+    }
+    return {
+        **{title: group_N for title, group_N in known.items() if any(group_N)},
         "age": [decade(age) for age in evaluation.held_out.age_N],
     }
 

@@ -186,6 +186,17 @@ def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[Calibrat
     return calibration, temperature(outputs, basis)
 
 
+def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, Calibration | None]:
+    """The calibration of each fold for the people it tests, fitted without their ages; None where it was refused."""
+    found: dict[str, Calibration | None] = {}
+    for fold, name in enumerate(outputs.splits.fold_names):
+        try:
+            found[name] = fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))
+        except UserError:
+            found[name] = None
+    return found
+
+
 def _mean_of_known(values_FN: Array) -> Array:
     known = ~np.isnan(values_FN)
     total = np.where(known, values_FN, 0).sum(0)

@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 
 from ermoe.data.brain.cache import VolumeCache
-from ermoe.data.brain.cohort import Cohort, open_cohort
+from ermoe.data.brain.cohort import Cohort, open_cohort, state_of
+from ermoe.data.brain.preprocess import Preprocessing
 from ermoe.data.brain.problems import stop_at_errors
 from ermoe.data.brain.quality import examine
 from ermoe.data.brain.scans import Scan
@@ -28,7 +29,7 @@ from ermoe.tasks.brain_age.learning import Place, default_cache, is_learnt, lear
 from ermoe.tasks.brain_age.metrics import figures
 from ermoe.tasks.brain_age.model import BrainAgeModel, hashed_parts
 from ermoe.tasks.brain_age.recipes import Recipe, recipe
-from ermoe.tasks.brain_age.results import Outputs, for_new_people, held_out
+from ermoe.tasks.brain_age.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.train.distributed import Processes
 from ermoe.train.run_folder import RunFolder
 
@@ -88,17 +89,18 @@ def train(
     """
     folder = Path(folder)
     chosen = recipe(preset, method, **changes) if isinstance(preset, str) else preset
-    source = Data(os.fspath(data), dict(cohort_options or {}))
+    source = Data(os.path.abspath(data), dict(cohort_options or {}))
     place = Place(
         Path(cache) if cache is not None else default_cache(),
         Processes() if group is None else group,
         Console(stderr=True) if console is None else console,
         workers,
     )
-    scans = _trainable(source.open(), place.console, check=check)
+    scans = _trainable(source.open(), place.console, chosen.preprocessing if check else None)
     config = {
         "task": "brain age",
         "data": {"path": source.path, **source.options},
+        "scans_and_ages": state_of(scans),
         "init": init,
         "split": {"kind": split, "folds": folds, "seed": fold_seed},
         "calibration_fit": calibration_fit,
@@ -115,7 +117,7 @@ def train(
         everybody = VolumeLoader(ScanSet(place.volumes(chosen), scans, chosen.input), device=place.group.device)
         outputs.append(outputs_of(networks[name], everybody)[0])
     results = Outputs(scans, splits, head, torch.stack(outputs))
-    model = _model(networks, results, chosen, mask_sources, calibration_fit, source)
+    model = _model(networks, results, chosen, mask_sources, calibration_fit, source, init)
     if place.group.is_main:
         results.save(folder / "outputs.safetensors")
         model.save(folder / "model")
@@ -144,7 +146,10 @@ def learn_fold(
     training = part("train", variants=chosen.variants)
     if training is None:
         raise UserError(f"{splits.fold_names[fold]} has nobody to train on: use fewer folds")
-    network = chosen.build(head) if is_learnt(folder) else start(chosen, head, init, place, training.ages())
+    if is_learnt(folder):
+        network = chosen.build(head)
+    else:
+        network = start(chosen, head, init, place, training.ages(), strangers=_held_out_people(scans, splits, fold))
     warm = chosen.has_experts and chosen.warm_start_epochs and init == "random"
     if warm and has_tissue and not is_learnt(folder):
         regions = replace(training, regions=True)
@@ -166,14 +171,20 @@ def learn_fold(
     )
 
 
-def _trainable(cohort: Cohort, console: Console, *, check: bool) -> list[Scan]:
+def _held_out_people(scans: Sequence[Scan], splits: Splits, fold: int) -> list[str]:
+    """Whom the network of a fold must not know: those it is tested on, and those that choose its epoch."""
+    chosen = [scan for part in ("test", "validation") for scan in splits.select(scans, fold, part)]  # type: ignore[arg-type]
+    return list(dict.fromkeys(scan.participant_id for scan in chosen))
+
+
+def _trainable(cohort: Cohort, console: Console, check_for: Preprocessing | None) -> list[Scan]:
     """The scans with an age, after everything worth saying has been said and errors have stopped the run."""
     for note in cohort.notes:
-        console.print(note, highlight=False, soft_wrap=True)
-    problems = examine(cohort).problems if check else cohort.problems
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
+    problems = cohort.problems if check_for is None else examine(cohort, check_for).problems
     stop_at_errors(problems)
     for problem in problems:
-        console.print(f"warning: {problem}", highlight=False, soft_wrap=True)
+        console.print(f"warning: {problem}", highlight=False, soft_wrap=True, markup=False)
     scans = list(cohort.with_age)
     if left_out := len(cohort.scans) - len(scans):
         console.print(f"{left_out} scans have no age and are left out", highlight=False)
@@ -202,13 +213,14 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
 
 def _prepare(volumes: VolumeCache, scans: Sequence[Scan], console: Console) -> tuple[tuple[str, ...], bool]:
     """Fills the cache; returns where masks came from and whether every scan has tissue maps."""
-    has_tissue = all(scan.tissue is not None for scan in scans)
-    sources = set()
-    for number, scan in enumerate(scans, 1):
-        sources.add(volumes.volume(scan, with_tissue=has_tissue).mask_source)
-        if number % 25 == 0 or number == len(scans):
-            console.print(f"prepared {number} of {len(scans)} scans", highlight=False)
-    return tuple(sorted(sources)), has_tissue
+
+    def show(done: int, total: int) -> None:
+        if done % 25 == 0 or done == total:
+            console.print(f"prepared {done} of {total} scans", highlight=False)
+
+    stop_at_errors(volumes.fill(scans, on_scan=show))
+    sources = {volumes.volume(scan).mask_source for scan in scans}
+    return tuple(sorted(sources)), all(scan.tissue is not None for scan in scans)
 
 
 def _model(
@@ -218,6 +230,7 @@ def _model(
     mask_sources: tuple[str, ...],
     calibration_fit: str,
     source: Data,
+    init: str,
 ) -> BrainAgeModel:
     calibration, tau = for_new_people(results, fit=calibration_fit)
     tested = held_out(results, fit=calibration_fit)
@@ -240,10 +253,22 @@ def _model(
         input=chosen.input,
         preprocessing=chosen.preprocessing,
         patch_size=chosen.patch_size,
-        parts=hashed_parts(results.splits),
+        parts={**_inherited_parts(init, results), **hashed_parts(results.splits)},
         age_range=(min(ages), max(ages)),
         mask_sources=mask_sources,
         calibration=calibration,
+        calibration_of_fold=for_known_people(results, fit=calibration_fit),
         temperature=tau,
         facts=facts,
     )
+
+
+def _inherited_parts(init: str, results: Outputs) -> dict[str, tuple[str, ...]]:
+    """People whom another model had learnt from before its networks were the start of these, by hashed id."""
+    if init in ("random", "phantom"):
+        return {}
+    other = BrainAgeModel.load(init)
+    folds = range(results.splits.num_folds)
+    started = [other.fold_without(_held_out_people(results.scans, results.splits, fold)) for fold in folds]
+    positions = [list(other.networks).index(name) for name in started]
+    return {person: tuple(parts[position] for position in positions) for person, parts in other.parts.items()}

@@ -70,24 +70,28 @@ def tissue_ridge(cache: VolumeCache) -> Estimate:
 def labels(scans: Sequence[Scan]) -> dict[str, Callable[[Scan], str | None]]:
     """What could stand for a scanner or a batch: the site, and every column of the table with a few levels.
 
+    Columns that begin with "age" are left out: a group of ages predicts age because it is one.
+
     >>> from pathlib import Path
     >>> scans = [Scan(f"sub-{i}", None, Path(), columns={"batch": "AB"[i % 2], "id": str(i)}) for i in range(8)]
     >>> list(labels(scans))
     ['batch']
+    >>> list(labels([*scans, Scan("sub-9", None, Path(), site="one"), Scan("sub-10", None, Path(), site="other")]))
+    ['site', 'batch']
     """
     found: dict[str, Callable[[Scan], str | None]] = {}
-    if _is_label([scan.site for scan in scans]):
+    if len({scan.site for scan in scans if scan.site is not None}) > 1:
         found["site"] = lambda scan: scan.site
     for column in dict.fromkeys(name for scan in scans for name in scan.columns):
-        if _is_label([scan.columns.get(column) for scan in scans]):
+        if not column.casefold().startswith("age") and _is_label([scan.columns.get(column) for scan in scans]):
             found[column] = lambda scan, column=column: scan.columns.get(column)  # type: ignore[misc]
     return found
 
 
 def _is_label(values: Sequence[str | None]) -> bool:
-    """At least two levels, not too many, and none that only one scan has."""
+    """At least two levels that several scans have, and not too many levels."""
     counts = Counter(value for value in values if value is not None)
-    return 2 <= len(counts) <= MOST_LEVELS and min(counts.values()) >= 2
+    return sum(count > 1 for count in counts.values()) >= 2 and len(counts) <= MOST_LEVELS
 
 
 def _features(cache: VolumeCache, scans: Sequence[Scan]) -> NDArray[np.float64]:
