@@ -91,6 +91,8 @@ def test_verdicts_know_noise():
     assert "more than twice" in verdict([0.9, 0.91], [0.1, 0.12], **words)
     assert verdict([0.1, 0.1], [0.3, 0.3], **words).startswith("x: B is above A by 0.2")
     assert "one seed" in verdict([0.9], [0.1], **words)
+    assert verdict([0.5, 0.5], [0.5, 0.5004], **words, form=".1%") == "x: A and B are equal."
+    assert "by 2.0%" in verdict([0.52], [0.5], **words, form=".1%")
     assert "nothing to compare" in verdict([], [0.1], **words)
 
 

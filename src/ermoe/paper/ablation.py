@@ -68,7 +68,7 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     for name in ROWS:
         if name != FULL.name:
             ours, other = of(records, FULL.name, "epochs-5", "mean"), of(records, name, "epochs-5", "mean")
-            sentences.append(verdict(ours, other, larger="the full method", smaller=name, what="5 epochs"))
+            sentences.append(verdict(ours, other, larger="the full method", smaller=name, what="5 epochs", form=".1%"))
             ours, other = of(records, FULL.name, "load_cv2"), of(records, name, "load_cv2")
             sentences.append(verdict(ours, other, larger="the full method", smaller=name, what="load CV²"))
     return Findings(header, rows, sentences)

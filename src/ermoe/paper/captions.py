@@ -84,7 +84,8 @@ def describe(study: str, protocol: str, setup: Setup) -> str:
         else f"small towers from scratch ({chosen.image_args['img_size']} pixels), {chosen.training.epochs} epochs; "
         "the frozen text tower is the one that a dense model learned"
     )
-    return f"{data.found}; {towers}; {setup.in_seeds}."
+    made = f"generated shapes, {len(data.ids):,} test images with {sum(map(len, data.captions)):,} captions"
+    return f"{data.found if setup.data else made}; {towers}; {setup.in_seeds}."
 
 
 def study_of(name: str, title: str, paper: str, protocol: str, quoted: Mapping[str, Sequence[str]]) -> Study:
@@ -115,6 +116,7 @@ def study_of(name: str, title: str, paper: str, protocol: str, quoted: Mapping[s
                 larger="ERMoE",
                 smaller=METHODS[other],
                 what=cut.upper().replace("_", " "),
+                form=".1%",
             )
             for other in ("dense", "v-moe")
             for cut in ("i2t_r1", "t2i_r1")

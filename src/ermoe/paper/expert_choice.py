@@ -25,7 +25,8 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     """A row for each method."""
     rows = [[LABELS[m], paper, cell(of(records, m, "top1"))] for m, paper in PAPER.items()]
     ours = {method: of(records, method, "top1") for method in PAPER}
-    sentence = verdict(ours[PAPER_RULE], ours["expert-choice"], larger="ERMoE", smaller="expert choice", what="top-1")
+    words = {"larger": "ERMoE", "smaller": "expert choice", "what": "top-1", "form": ".1%"}
+    sentence = verdict(ours[PAPER_RULE], ours["expert-choice"], **words)
     return Findings(["method", "paper: top-1", "top-1"], rows, [sentence])
 
 

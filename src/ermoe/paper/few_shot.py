@@ -77,6 +77,7 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
             larger="ERMoE",
             smaller="V-MoE",
             what=title,
+            form=".1%",
         )
         for key, title in zip(keys, titles, strict=True)
     ]

@@ -39,7 +39,7 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     ]
     ours = {method: of(records, method, "top1") for method in PAPER}
     sentences = [
-        verdict(ours[PAPER_RULE], ours[other], larger="ERMoE", smaller=LABELS[other], what="top-1")
+        verdict(ours[PAPER_RULE], ours[other], larger="ERMoE", smaller=LABELS[other], what="top-1", form=".1%")
         for other in ("v-moe", "dense", OFFSETS)
     ]
     return Findings(header, rows, sentences)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -179,7 +180,7 @@ def _record(study: Study, setup: Setup, job: Job, figures: dict[str, Any], secon
         "figures": figures,
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
@@ -247,7 +248,9 @@ def cell(values: Sequence[float], style: str = ".2%") -> str:
     return f"{mean(values):{style}}{spread}"
 
 
-def verdict(ours: Sequence[float], theirs: Sequence[float], *, larger: str, smaller: str, what: str) -> str:
+def verdict(
+    ours: Sequence[float], theirs: Sequence[float], *, larger: str, smaller: str, what: str, form: str = ".3g"
+) -> str:
     """A sentence on a difference: which way it goes, and whether it is larger than twice its standard error.
 
     >>> verdict([0.9, 0.91], [0.5, 0.52], larger="A", smaller="B", what="accuracy")
@@ -256,13 +259,15 @@ def verdict(ours: Sequence[float], theirs: Sequence[float], *, larger: str, smal
     if not ours or not theirs:
         return f"{what}: nothing to compare."
     gap = mean(ours) - mean(theirs)
+    if float(format(abs(gap), form).rstrip("%")) == 0:
+        return f"{what}: {larger} and {smaller} are equal."
     first, second = (larger, smaller) if gap >= 0 else (smaller, larger)
     count = min(len(ours), len(theirs))
     if count < 2:
-        return f"{what}: {first} is above {second} by {abs(gap):.3g}; one seed says nothing about noise."
+        return f"{what}: {first} is above {second} by {abs(gap):{form}}; one seed says nothing about noise."
     error = math.sqrt(deviation(ours) ** 2 / len(ours) + deviation(theirs) ** 2 / len(theirs))
     size = "more than twice" if abs(gap) > 2 * error else "inside the noise: less than twice"
-    return f"{what}: {first} is above {second} by {abs(gap):.3g}, {size} the standard error over {count} seeds."
+    return f"{what}: {first} is above {second} by {abs(gap):{form}}, {size} the standard error over {count} seeds."
 
 
 def as_table(found: Findings) -> Table:
@@ -281,10 +286,13 @@ def as_markdown(found: Findings) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in found.rows)])
 
 
+def _command() -> str:
+    return shlex.join(["ermoe", *sys.argv[1:]])
+
+
 def _markdown_page(study: Study, setup: Setup, ours: str, found: Findings) -> str:
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     parts = [f"# {study.name}: {study.title}", f"The paper: {study.paper}", f"Here ({setup.scale}): {ours}"]
-    parts += [as_markdown(found), "\n".join(f"- {sentence}" for sentence in found.sentences), f"`{command}`"]
+    parts += [as_markdown(found), "\n".join(f"- {sentence}" for sentence in found.sentences), f"`{_command()}`"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -32,7 +32,7 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
         rows.append([row, *(value for pair in zip(quoted, ours, strict=True) for value in pair)])
     tuned, frozen = (of(records, row, "figures", "t2i_r1") for row in ("tuned", "frozen"))
     sentences = [
-        verdict(tuned, frozen, larger="the tuned tower", smaller="the frozen one", what="T2I R1"),
+        verdict(tuned, frozen, larger="the tuned tower", smaller="the frozen one", what="T2I R1", form=".1%"),
         "The paper's figures are of Fix-CLIP, not of ERMoE; ours are of CLIP-ERMoE.",
     ]
     return Findings(header, rows, sentences)
