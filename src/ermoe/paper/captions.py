@@ -84,7 +84,7 @@ def describe(study: str, protocol: str, setup: Setup) -> str:
         else f"small towers from scratch ({chosen.image_args['img_size']} pixels), {chosen.training.epochs} epochs; "
         "the frozen text tower is the one that a dense model learned"
     )
-    made = f"generated shapes, {len(data.ids):,} test images with {sum(map(len, data.captions)):,} captions"
+    made = f"generated shapes, {len(data):,} test images with {len(data.texts):,} captions"
     return f"{data.found if setup.data else made}; {towers}; {setup.in_seeds}."
 
 
