@@ -124,3 +124,24 @@ def test_several_layers_are_updated_together():
     assert model[0].router.balance.offset_E.any()
     assert model[2].router.balance.offset_E.any()
     update_balance(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("balance", ["offset", "mean"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_batch_that_overflows_moves_no_offset(balance, poison):
+    generator = torch.Generator().manual_seed(0)
+    layer = EigenMoE(32, 32, balance=balance, generator=generator)
+    x, context = mixture(generator, 64, 32, 1.0)
+    layer(x, context)
+    update_balance(layer)
+    before = layer.router.balance.offset_E.clone()
+    assert before.any()
+    poisoned = x.clone()
+    poisoned[3, 5] = poison
+    layer(poisoned, context)
+    update_balance(layer)
+    assert torch.equal(layer.router.balance.offset_E, before)
+    layer(*mixture(generator, 64, 32, 1.0))
+    update_balance(layer)
+    assert layer.router.balance.offset_E.isfinite().all()
+    assert not torch.equal(layer.router.balance.offset_E, before)

@@ -168,6 +168,22 @@ def test_padded_tokens_get_zeros_and_change_nothing_for_the_others():
     assert torch.equal(layer.router.balance._accumulator, before)
 
 
+@pytest.mark.parametrize("every_expert", [False, True])
+def test_not_even_nan_leaks_out_of_padding(every_expert):
+    layer = build().train()
+    layer.every_expert = every_expert
+    x, context = pair(2, 8, 16)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, 3:] = False
+    expected = layer(x, context, mask)
+    x[~mask], context[~mask] = torch.nan, torch.inf
+    y = layer(x, context, mask)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+    assert layer.router.balance._accumulator.isfinite().all()
+
+
 def test_routing_counts_nothing_and_evaluation_neither():
     layer = build()
     x, context = pair(2, 6, 16)

@@ -103,3 +103,25 @@ def test_what_weight_decay_must_not_touch():
     }
     assert exempt <= dict(model.named_parameters()).keys()
     assert no_weight_decay(EigenMoE(16, num_experts=2)) >= {"experts.up.U"}
+
+
+@pytest.mark.parametrize("backward_within", [True, False])
+def test_autocast_does_not_touch_the_penalty(backward_within):
+    layer = drifted(0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = orthogonality_loss(layer)
+        if backward_within:
+            loss.backward()
+    if not backward_within:
+        loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss < 1e-9
+    assert layer.experts.up.U.grad.abs().max() < 1e-5
+
+
+def test_the_penalty_of_half_precision_bases_is_summed_in_single_precision():
+    layer = drifted(0.05).bfloat16()
+    loss = orthogonality_loss(layer)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert layer.experts.up.U.grad.dtype == torch.bfloat16

@@ -147,7 +147,8 @@ def offsets_restored(model: nn.Module) -> Iterator[None]:
 def update_balance(model: nn.Module) -> None:
     """Moves the offsets of every layer of ``model`` by what was seen since the last call, over all processes.
 
-    Call it once after each optimiser step, on every rank. Layers without offsets are left alone.
+    Call it once after each optimiser step, on every rank. Layers without offsets are left alone. A batch that overflowed
+    moves nothing, as it moves no weight under a gradient scaler: one NaN would stay in the offsets for good.
     """
     balances = [module for module in model.modules() if isinstance(module, Balance)]
     if not balances:
@@ -156,5 +157,5 @@ def update_balance(model: nn.Module) -> None:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(seen)
     for balance, flat in zip(balances, torch.split(seen, [len(b._accumulator) for b in balances]), strict=True):
-        balance.move(Seen.unpack(flat))
+        balance.move(Seen.unpack(torch.where(flat.isfinite().all(), flat, 0)))
         balance._accumulator.zero_()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ermoe.nn.precision import full_precision, widen
+
 
 def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Independent, uniformly distributed orthonormal bases, (num_experts, dim, rank), in float32.
@@ -54,17 +56,19 @@ class _OrthogonalityPenalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         basis_EnR, error_ERR = ctx.saved_tensors
-        gradient: Tensor = basis_EnR @ (error_ERR * (4 * grad))
+        with full_precision(basis_EnR):
+            gradient: Tensor = basis_EnR @ (error_ERR * (4 * grad))
         return gradient
 
 
 def orthogonality_penalty(basis_EnR: Tensor) -> Tensor:
-    """Σ_e ‖UᵀU − I‖²_F of one stack of bases, a scalar.
+    """Σ_e ‖UᵀU − I‖²_F of one stack of bases, a scalar in at least float32: half precision rounds what is penalised.
 
     >>> orthogonality_penalty(torch.eye(4)[None, :, :2]).item()
     0.0
     """
-    penalty: Tensor = _OrthogonalityPenalty.apply(basis_EnR)
+    with full_precision(basis_EnR):
+        penalty: Tensor = _OrthogonalityPenalty.apply(widen(basis_EnR))
     return penalty
 
 

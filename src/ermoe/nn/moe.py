@@ -52,7 +52,7 @@ class MoE(nn.Module):
         """Mixes expert outputs, in the shape of ``x``, (..., N, D).
 
         ``context`` has the shape of ``x``; ``mask``, (..., N), is True for real tokens. Padded tokens are not routed,
-        not counted, and get zeros.
+        not counted, and get zeros; what they hold, even NaN, reaches nothing.
         """
         routing = self.route(x, context, mask)
         if self.training:
@@ -60,14 +60,14 @@ class MoE(nn.Module):
         if self.observers and not is_recomputing():
             for observer in self.observers:
                 observer(routing)
-        return self.mix(x.reshape(-1, x.shape[-1]), routing).view(x.shape).to(x.dtype)
+        return self.mix(only_real(x, mask).reshape(-1, x.shape[-1]), routing).view(x.shape).to(x.dtype)
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """The routing of ``x``, without running the experts and without counting."""
         check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
-        context_GSD = None if context is None else groups(context)
+        context_GSD = None if context is None else groups(only_real(context, mask))
         mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
-        routing: Routing = self.router(groups(x), context_GSD, mask_GS, self.experts.token_basis)
+        routing: Routing = self.router(groups(only_real(x, mask)), context_GSD, mask_GS, self.experts.token_basis)
         return routing
 
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -121,7 +121,8 @@ def EigenMoE(  # noqa: N802 (a factory that reads like the layer it makes)
         score: "eigenbasis" (Eq. 5), "prototype" (Alg. 2), "energy" or "logit" (a learned gate).
         balance: "offset" steers towards equal load, "mean" removes each expert's mean score, "none" is the paper's.
         below_threshold: "fill" always uses K experts, "prune" only those that reach the threshold.
-        capacity_factor: experts take at most ⌈N K f / E⌉ tokens of a sequence; None for no limit.
+        capacity_factor: experts take at most ⌈N K f / E⌉ tokens of a sequence; None for no limit. A token that an
+            expert turns away keeps the weights of its others, which then sum to less than 1.
         weight_floor: ε of the mixing weights, (max(score, 0) + ε) / Σ. The larger, the more even the mixture; 1 learns
             faster from scratch.
         experts: "eigen", or "dense" for plain weights beside a separate routing basis.
@@ -201,6 +202,11 @@ def _build_balance(name: str, num_experts: int, device: torch.device | str | Non
 def groups(x: Tensor) -> Tensor:
     """(..., N, D) as (G, S, D)."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def only_real(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` with zeros in place of padding: times a weight of zero, NaN would still be NaN."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
 
 
 def check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:

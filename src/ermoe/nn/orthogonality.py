@@ -144,7 +144,7 @@ def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay must not touch: bases, s, ψ, gates' offsets, expert biases.
+    """Names of the parameters that weight decay must not touch: bases, s, ψ, expert biases.
 
     Decay would pull the columns of a basis away from length one. Expert biases are listed because they are stacked,
     (E, n), and so escape the usual rule that exempts vectors.
