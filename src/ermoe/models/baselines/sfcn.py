@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
@@ -46,7 +47,9 @@ class SFCN(nn.Module):
         """Outputs (B, num_classes) of volumes (B, C, X, Y, Z); a convolution has no use for the mask."""
         if min(volume.shape[2:]) < self.smallest:
             raise UserError(f"a volume of {tuple(volume.shape[2:])} voxels is too small: SFCN needs {self.smallest}")
-        return self.head(self.head_drop(self.features(volume).mean((2, 3, 4))))
+        # Convolutions and pooling over volumes are fastest with channels side by side.
+        feature = self.features(volume.contiguous(memory_format=torch.channels_last_3d))
+        return self.head(self.head_drop(feature.mean((2, 3, 4))))
 
 
 def _halving(before: int, after: int) -> nn.Sequential:
