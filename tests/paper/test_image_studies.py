@@ -87,9 +87,9 @@ def test_a_square_basis_cannot_tell_experts_apart(setup):
     model = images.recipe_of(setup, ablation.ROWS["square basis"][0], 1, images.source(setup)).build(10)
     ablation.square_bases(model)
     recorder = images.routed(model.eval(), images.source(setup))
-    assert images.over_layers(recorder, "spread") < 1e-5
+    assert images.mean_over_layers(recorder, "spread") < 1e-5
     plain = images.recipe_of(setup, ablation.FULL, 1, images.source(setup)).build(10)
-    assert images.over_layers(images.routed(plain.eval(), images.source(setup)), "spread") > 0.1
+    assert images.mean_over_layers(images.routed(plain.eval(), images.source(setup)), "spread") > 0.1
 
 
 def test_variants_share_what_is_trained_alike(setup):
@@ -161,3 +161,13 @@ def test_every_row_of_the_ablation_can_be_built_at_full_scale(name):
     with torch.device("meta"):
         dense = timm.create_model(chosen.architecture, **chosen.model_args)
     assert upcycle(dense, init=chosen.init, inplace=True, **chosen.sparsity).sparsity.num_experts == 8
+
+
+def test_what_a_miniature_changes_in_the_method_is_said(setup):
+    said = images.describe(setup)
+    assert "departs from the paper: 1 is added to each chosen score in Eq. 7" in said
+    assert "retracted every 10 steps" in said
+    assert "retracted" not in orthogonality.STUDY.ours(setup)
+    full = replace(setup, scale="full", data="imagenet")
+    assert images._departures(recipe("paper-ermoe")) == ""
+    assert "ViT-B/16" in images.describe(full)

@@ -159,3 +159,12 @@ def test_routing_operations_follow_the_formula():
     expected = 6 * 2 * 197 * 768 * 8 * 56 / 1e9
     assert counted["ERMoE r = 56"] == pytest.approx(expected, rel=0.02)
     assert all(math.isfinite(value) for value in counted.values())
+
+
+def test_region_routing_wants_tissue_maps(tmp_path, monkeypatch):
+    fold = tmp_path / "folds" / "fold-0"
+    fold.mkdir(parents=True)
+    (fold / "metrics.jsonl").write_text('{"step": 1, "kind": "test", "test_mae": 5.0}\n')
+    monkeypatch.setattr(region_routing.brains, "trained", lambda setup, method, seed: tmp_path)
+    with pytest.raises(UserError, match="no region probes, which need tissue maps"):
+        region_routing.probe(Setup(), 1)

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -77,6 +78,20 @@ def test_data_and_scale_have_folders_of_their_own(setup):
     other = Setup(data="some/where/cifar-10-batches-bin/", scale="full", out=setup.out)
     assert other.place("x") == setup.out / "x" / "full-cifar-10-batches-bin"
     assert setup.place("x") == setup.out / "x" / "mini-bundled"
+    after = Setup(data="b", pretrain="some/a", weights="w.pth", epochs=3, out=setup.out)
+    assert after.place("x") == setup.out / "x" / "mini-b-after-a-from-w.pth-3-epochs"
+
+
+def test_a_record_of_other_data_of_the_same_name_is_refused(setup, tmp_path):
+    folders = [tmp_path / parent / "data" for parent in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    one, two = (replace(setup, data=str(folder)) for folder in folders)
+    run_queue(study(lambda seed: {"x": 1.0}), one)
+    with pytest.raises(UserError, match=r"a-1.json is about .*one/data, not .*two/data: give this study another --out"):
+        run_queue(study(lambda seed: {"x": 2.0}), two)
+    folders[0].rename(tmp_path / "elsewhere")  # a folder that has moved is not another one
+    assert len(run_queue(study(lambda seed: {"x": 2.0}), two)) == 2
 
 
 @pytest.mark.parametrize(("options", "message"), [({"scale": "huge"}, "use one of"), ({"seeds": 0}, "at least one")])
@@ -88,7 +103,8 @@ def test_bad_setups_get_a_sentence(options, message):
 def test_verdicts_know_noise():
     words = {"larger": "A", "smaller": "B", "what": "x"}
     assert "inside the noise" in verdict([0.5, 0.7, 0.6], [0.55, 0.6, 0.62], **words)
-    assert "more than twice" in verdict([0.9, 0.91], [0.1, 0.12], **words)
+    assert "more than the noise" in verdict([0.9, 0.91, 0.9], [0.1, 0.12, 0.11], **words)
+    assert "inside the noise" in verdict([0.5, 0.51], [0.55, 0.57], **words)  # two seeds know nothing of their spread
     assert verdict([0.1, 0.1], [0.3, 0.3], **words).startswith("x: B is above A by 0.2")
     assert "one seed" in verdict([0.9], [0.1], **words)
     assert verdict([0.5, 0.5], [0.5, 0.5004], **words, form=".1%") == "x: A and B are equal."

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ermoe.analysis import measures
 from ermoe.analysis.tally import Tally
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.nn.scores import Score
+from ermoe.nn.sharding import whole
 
 Summary = dict[str, dict[str, float]]
 """{layer name: {measure: value}}; NaN where a router has no such notion."""
@@ -103,7 +103,7 @@ def basis_errors(layer: nn.Module) -> dict[str, float]:
     """The spectral orthonormality error of every stack of bases of a layer, by its name: that of the worst expert."""
     named = {id(parameter): name for name, parameter in layer.named_parameters()}
     return {
-        named[id(basis)].removeprefix("experts."): float(orthonormality_error(_whole(basis)).max())
+        named[id(basis)].removeprefix("experts."): float(orthonormality_error(_on_cpu(basis)).max())
         for basis in bases(layer)
     }
 
@@ -114,12 +114,12 @@ def routing_basis(layer: Any) -> Tensor | None:
     if not isinstance(score, Score) or not score.needs_basis:
         return None
     basis = score.basis if score.basis is not None else layer.experts.token_basis
-    return _whole(basis)[:, :, : score.route_rank]
+    return _on_cpu(basis)[:, :, : score.route_rank]
 
 
-def _whole(basis: Tensor) -> Tensor:
-    """On the CPU, because not every accelerator knows float64; all experts, where FSDP has shared them out."""
-    return (basis.full_tensor() if isinstance(basis, DTensor) else basis).detach().cpu()
+def _on_cpu(basis: Tensor) -> Tensor:
+    """Because not every accelerator knows float64; all experts, where FSDP has shared them out."""
+    return whole(basis).detach().cpu()
 
 
 def markdown(summary: Summary) -> str:

@@ -147,8 +147,8 @@ def offsets_restored(model: nn.Module) -> Iterator[None]:
 def update_balance(model: nn.Module) -> None:
     """Moves the offsets of every layer of ``model`` by what was seen since the last call, over all processes.
 
-    Call it once after each optimiser step, on every rank. Layers without offsets are left alone. A batch that overflowed
-    moves nothing, as it moves no weight under a gradient scaler: one NaN would stay in the offsets for good.
+    Call it once after each optimiser step, on every rank. Layers without offsets are left alone. A batch that
+    overflowed moves nothing, as it moves no weight under a gradient scaler: one NaN would stay for good.
     """
     balances = [module for module in model.modules() if isinstance(module, Balance)]
     if not balances:

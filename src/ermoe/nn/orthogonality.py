@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_factor
 from ermoe.nn.experts import DenseLinear, EigenLinear
 from ermoe.nn.scores import LogitScore, PrototypeScore, Score
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from ermoe.nn.sharding import over_processes, own_experts
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +53,7 @@ def orthogonality_loss(model: nn.Module) -> Tensor:
 
 
 def _penalty(basis: Tensor) -> Tensor:
-    return _over_processes(orthogonality_penalty(_whole_bases(basis)), basis, "sum")
+    return over_processes(orthogonality_penalty(own_experts(basis)), basis, "sum")
 
 
 @torch.no_grad()
@@ -68,10 +65,10 @@ def retract(model: nn.Module) -> dict[str, Retraction]:
     report = {}
     for name, module in model.named_modules():
         if isinstance(module, EigenLinear):
-            factors = (_whole_bases(factor).detach() for factor in (module.U, module.s, module.V))
+            factors = (own_experts(factor).detach() for factor in (module.U, module.s, module.V))
             report[name] = _worst_process(_retract_factors(*factors), module.U)
         elif isinstance(module, Score) and module.basis is not None:
-            report[name] = _worst_process(_retract_alone(_whole_bases(module.basis).detach()), module.basis)
+            report[name] = _worst_process(_retract_alone(own_experts(module.basis).detach()), module.basis)
     return report
 
 
@@ -114,33 +111,7 @@ def _relative_change(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tens
 
 def _worst_process(own: Retraction, parameter: Tensor) -> Retraction:
     figures = torch.tensor([own.error_before, own.error_after, own.weight_change], device=parameter.device)
-    return Retraction(*_over_processes(figures, parameter, "max").tolist())
-
-
-def _whole_bases(parameter: Tensor) -> Tensor:
-    """The experts this process holds, each with its whole basis."""
-    if not _is_sharded(parameter):
-        return parameter
-    if any(placement.is_shard() and not placement.is_shard(0) for placement in parameter.placements):
-        raise ValueError(
-            f"a basis is sharded as {parameter.placements}: shard expert parameters over experts, Shard(0)"
-        )
-    return parameter.to_local()
-
-
-def _over_processes(own: Tensor, parameter: Tensor, reduce: str) -> Tensor:
-    """The sum or maximum over the processes among which ``parameter`` is sharded."""
-    if not _is_sharded(parameter):
-        return own
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    placements = [Partial(reduce) if placement.is_shard() else Replicate() for placement in parameter.placements]
-    return DTensor.from_local(own, parameter.device_mesh, placements).full_tensor()
-
-
-def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor, told by its mesh: importing the class takes seconds, which one process need not wait."""
-    return hasattr(parameter, "device_mesh")
+    return Retraction(*over_processes(figures, parameter, "max").tolist())
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

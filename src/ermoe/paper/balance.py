@@ -43,7 +43,7 @@ def examine(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     return {
         "top1": figures["top1"],
         "share": pooled_share(list(recorder.tallies.values())),
-        **{name: images.over_layers(recorder, name) for name in measured},
+        **{name: images.mean_over_layers(recorder, name) for name in measured},
         "by_layer": {layer: f["load_cv2"] for layer, f in recorder.summary().items()},
     }
 

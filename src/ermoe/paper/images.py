@@ -84,6 +84,10 @@ class Variant:
         return "_".join([self.method, *options, *own])
 
 
+AS_PRINTED = Variant("Eq. 7 as printed", sparsity={"weight_floor": 1e-3})
+"""Mixing weights in proportion to the scores: what the miniatures, which start from scratch, are spared otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A model after training, in evaluation mode, its last evaluation, and the folder of its run."""
@@ -119,13 +123,32 @@ def _held(images: Images) -> Images:
     )
 
 
-def describe(setup: Setup) -> str:
-    """Data, model and budget, in a sentence."""
+def describe(setup: Setup, **training: Any) -> str:
+    """Data, model and budget, in a sentence, and where ERMoE departs from the paper, with these changes of training."""
     data, chosen = source(setup), base_recipe(setup, PAPER_RULE)
+    chosen = replace(chosen, training=replace(chosen.training, **training))
     epochs = epochs_of(setup, chosen, data)
     size = "ViT-B/16, experts in every second block" if setup.is_full else _size(chosen)
     start = f"started from {setup.weights}" if setup.weights else "from scratch"
-    return f"{data.train.found}; {data.test.found}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
+    return (
+        f"{data.train.found}; {data.test.found}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
+        f"{_departures(chosen)}"
+    )
+
+
+def _departures(chosen: Recipe) -> str:
+    """In which options ERMoE's layer and training differ from the paper's; nothing where they do not."""
+    sparsity, training = chosen.sparsity or {}, chosen.training
+    found = []
+    if sparsity.get("weight_floor", 0) >= 0.1:
+        found.append(f"{sparsity['weight_floor']:g} is added to each chosen score in Eq. 7, so mixtures are more even")
+    if not sparsity.get("context_grad", True):
+        found.append("attention gets no gradient from routing")
+    if training.basis_lr != 1:
+        found.append(f"bases learn at {training.basis_lr:g} of the rate")
+    if training.retract_every:
+        found.append(f"bases are retracted every {training.retract_every} steps, not once an epoch")
+    return f" ERMoE departs from the paper: {'; '.join(found)}." if found else ""
 
 
 def _size(chosen: Recipe) -> str:
@@ -255,7 +278,7 @@ def routed(model: nn.Module, data: Source) -> RoutingRecorder:
     return recorder
 
 
-def over_layers(recorder: RoutingRecorder, measure: str) -> float:
+def mean_over_layers(recorder: RoutingRecorder, measure: str) -> float:
     """The mean of a measure over layers."""
     values = [figures[measure] for figures in recorder.summary().values()]
     return sum(values) / len(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
@@ -14,6 +15,8 @@ from ermoe.paper.study import Findings, Job, Record, Setup, Study, cell, deviati
 LAMBDAS = (0.0, 1e-6, 1e-5, 5e-5, 1e-4, 1e-3, 1e-2)
 _PAPER = {0.0: "under-regularised", 1e-6: "under-regularised", 1e-5: "under-regularised", 5e-5: "lowest loss"}
 _PAPER |= {1e-4: "–", 1e-3: "dominates", 1e-2: "dominates"}
+# Within an epoch retraction would hide what λ does; the paper has it at the end of epochs.
+_RETRACTION: dict[str, Any] = {"retract_every": 0}
 _SMALLEST_DRAWN = 1e-7  # where a logarithmic axis shows 0
 
 
@@ -33,8 +36,7 @@ def jobs(setup: Setup) -> list[Job]:
 
 def train(setup: Setup, weight: float, seed: int) -> dict[str, float]:
     """Validation loss, alone and with λ times the penalty that the bases had before their last retraction."""
-    # Retraction within an epoch would hide what λ does; the paper has it at the end of epochs.
-    variant = Variant(name_of(weight), training={"orthogonality": weight, "retract_every": 0})
+    variant = Variant(name_of(weight), training={"orthogonality": weight, **_RETRACTION})
     result = images.trained(setup, variant, seed, images.source(setup))
     names = ("loss", "top1", "load_cv2", "fallback_rate", "drift", "penalty")
     figures = {name: result.figures[name] for name in names if name in result.figures}
@@ -78,7 +80,7 @@ STUDY = Study(
     "lambda",
     "validation loss against the weight λ of the orthogonality loss",
     "λ from 0 to 0.01, 15 epochs on 10 % of ImageNet; a U-shaped curve with its minimum at 5e-5, no numbers.",
-    images.describe,
+    lambda setup: images.describe(setup, **_RETRACTION),
     jobs,
     findings,
 )

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
+from ermoe.errors import UserError
 from ermoe.paper import brains
 from ermoe.paper.study import Findings, Job, Record, Setup, Study, mean
 from ermoe.train.run_folder import RunFolder, read_lines
@@ -38,6 +39,8 @@ def probe(setup: Setup, seed: int) -> dict[str, Any]:
         for number, line in enumerate(probed):
             when = ("first", "middle", "last")[min(number, 2)] if number < len(probed) - 1 else "last"
             found.setdefault(when, []).append({k: v for k, v in line.items() if k.startswith(_PREFIX)})
+    if not found:
+        raise UserError(f"{folder} has no region probes, which need tissue maps of the scans: see docs/brain-data.md")
     return {when: {name: mean([line[name] for line in lines]) for name in lines[0]} for when, lines in found.items()}
 
 
@@ -53,20 +56,25 @@ def scores(records: Sequence[Record], when: str, tissue: str) -> dict[str, float
 def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     """The two best experts of every tissue, early and late."""
     header = ["tissue", "paper: epoch 1", "first probe", "paper: epoch 300", "last probe"]
-    rows, right = [], 0
+    rows = []
     for tissue in TISSUES:
         cells = []
         for when, quoted in zip(("first", "last"), QUOTED[tissue], strict=True):
             best = list(scores(records, when, tissue).items())[:2]
             cells += [quoted, ", ".join(f"{name} {value:.2f}" for name, value in best)]
         rows.append([tissue, *cells])
-        right += next(iter(scores(records, "last", tissue)), "") == f"{tissue}_expert"
-    sentence = f"At the last probe {right} of 3 tissues score highest with their own expert; the paper has 3 of 3."
-    early = (
-        "Region experts start from their tissues here, so they lead at the first probe already; the paper says that "
-        "its region experts are pre-trained, and has free experts ahead at epoch 1."
-    )
-    return Findings(header, rows, [sentence, early], _maps(records))
+    early, late = (own_first(records, when) for when in ("first", "last"))
+    sentences = [
+        f"At the last probe {late} of 3 tissues score highest with their own expert; the paper has 3 of 3.",
+        f"At the first probe it is {early} of 3: region experts start from their tissues here. The paper, whose region "
+        "experts are pre-trained too, has free experts ahead at epoch 1.",
+    ]
+    return Findings(header, rows, sentences, _maps(records))
+
+
+def own_first(records: Sequence[Record], when: str) -> int:
+    """How many tissues score highest with their own expert."""
+    return sum(next(iter(scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in TISSUES)
 
 
 def _maps(records: Sequence[Record]) -> Figure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from scipy.special import stdtrit
 
 from ermoe.analysis.gallery import save_drawing
 from ermoe.bench.record import commit, machine, versions
@@ -79,8 +81,10 @@ class Setup:
         return self.work / f"{self.scale}-{data}{self._brief}"
 
     def place(self, study: str) -> Path:
-        """The folder of a study at this scale on this data."""
-        return self.out / study / f"{self.scale}-{slug(self.data or 'bundled')}{self._brief}"
+        """The folder of a study: its name tells scale, data, what was learned before, and the budget."""
+        after = "" if self.pretrain is None else f"-after-{slug(self.pretrain)}"
+        start = "" if self.weights is None else f"-from-{slug(self.weights)}"
+        return self.out / study / f"{self.scale}-{slug(self.data or 'bundled')}{after}{start}{self._brief}"
 
     @property
     def _brief(self) -> str:
@@ -167,7 +171,15 @@ def run_queue(study: Study, setup: Setup) -> list[Record]:
             figures = job.work()
             _write(path, _record(study, setup, job, figures, time.perf_counter() - start))
         records.append(_read(path))
+        _check_data(records[-1], setup, path)
     return records
+
+
+def _check_data(record: Record, setup: Setup, path: Path) -> None:
+    """Two folders of data may have the same name; a record of the one says nothing about the other."""
+    both = [place for place in (record.get("data"), setup.data) if place and os.path.exists(place)]
+    if len(both) == 2 and not os.path.samefile(*both):
+        raise UserError(f"{path} is about {both[0]}, not {both[1]}: give this study another --out")
 
 
 def _record(study: Study, setup: Setup, job: Job, figures: dict[str, Any], seconds: float) -> Record:
@@ -176,6 +188,7 @@ def _record(study: Study, setup: Setup, job: Job, figures: dict[str, Any], secon
         "name": job.name,
         "seed": job.seed,
         "scale": setup.scale,
+        "data": setup.data,
         "ran_on": study.ours(setup),
         "figures": figures,
         "seconds": round(seconds, 1),
@@ -251,10 +264,10 @@ def cell(values: Sequence[float], style: str = ".2%") -> str:
 def verdict(
     ours: Sequence[float], theirs: Sequence[float], *, larger: str, smaller: str, what: str, form: str = ".3g"
 ) -> str:
-    """A sentence on a difference: which way it goes, and whether it is larger than twice its standard error.
+    """A sentence on a difference: which way it goes, and whether its 95 % interval over seeds excludes zero.
 
-    >>> verdict([0.9, 0.91], [0.5, 0.52], larger="A", smaller="B", what="accuracy")
-    'accuracy: A is above B by 0.395, more than twice the standard error over 2 seeds.'
+    >>> verdict([0.90, 0.91, 0.90], [0.50, 0.52, 0.51], larger="A", smaller="B", what="accuracy")
+    'accuracy: A is above B by 0.393, more than the noise of 3 seeds (95 % interval ± 0.0212).'
     """
     if not ours or not theirs:
         return f"{what}: nothing to compare."
@@ -265,9 +278,25 @@ def verdict(
     count = min(len(ours), len(theirs))
     if count < 2:
         return f"{what}: {first} is above {second} by {abs(gap):{form}}; one seed says nothing about noise."
-    error = math.sqrt(deviation(ours) ** 2 / len(ours) + deviation(theirs) ** 2 / len(theirs))
-    size = "more than twice" if abs(gap) > 2 * error else "inside the noise: less than twice"
-    return f"{what}: {first} is above {second} by {abs(gap):{form}}, {size} the standard error over {count} seeds."
+    margin = welch_margin(ours, theirs)
+    size = "more than" if abs(gap) > margin else "inside"
+    noise = f"{size} the noise of {count} seeds (95 % interval ± {margin:{form}})"
+    return f"{what}: {first} is above {second} by {abs(gap):{form}}, {noise}."
+
+
+def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Half of the 95 % interval of the difference of two means, by Welch's t: three seeds know little of their spread.
+
+    >>> round(welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
+    2.27
+    """
+    squares = [deviation(values) ** 2 / len(values) for values in (ours, theirs)]
+    if sum(squares) == 0:
+        return 0.0
+    freedom = sum(squares) ** 2 / sum(
+        square**2 / (len(values) - 1) for square, values in zip(squares, (ours, theirs), strict=True)
+    )
+    return float(stdtrit(freedom, 0.975)) * math.sqrt(sum(squares))
 
 
 def as_table(found: Findings) -> Table:

@@ -40,12 +40,12 @@ def sweep(setup: Setup, method: str, seed: int) -> dict[str, Any]:
         tokens = sum(int(tally.totals.num_tokens) for tally in at_t.tallies.values())
         pruned[str(t)] = {
             "top1": result["top1"],
-            "load_cv2": images.over_layers(at_t, "load_cv2"),
+            "load_cv2": images.mean_over_layers(at_t, "load_cv2"),
             "experts_per_token": pairs / tokens,
         }
     return {
         "top1": figures["top1"],
-        "load_cv2": images.over_layers(recorder, "load_cv2"),
+        "load_cv2": images.mean_over_layers(recorder, "load_cv2"),
         "fallback": {str(t): mean([tally.fallback_rate(t) for tally in layers]) for t in THRESHOLDS},
         "pruned": pruned,
     }

@@ -14,7 +14,7 @@ from ermoe.analysis import plots
 from ermoe.analysis.inspection import short
 from ermoe.paper import images
 from ermoe.paper.images import PAPER_RULE, Variant
-from ermoe.paper.study import Findings, Job, Record, Setup, Study, cell, mean, of
+from ermoe.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
 from ermoe.train.run_folder import RunFolder
 
 
@@ -61,15 +61,12 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
         fell = [cell(of(records, PAPER_RULE, "epochs", epoch, layer, "fallback"), ".1%") for layer in layers]
         rows.append([epoch, *bits, *fell])
     first, last = next(iter(epochs)), list(epochs)[-1]
-    early = mean(of(records, PAPER_RULE, "epochs", first, layers[-1], "bits"))
-    late = mean(of(records, PAPER_RULE, "epochs", last, layers[-1], "bits"))
-    shallow = mean(of(records, PAPER_RULE, "epochs", last, layers[0], "bits"))
+    early, late = (of(records, PAPER_RULE, "epochs", epoch, layers[-1], "bits") for epoch in (first, last))
+    shallow = of(records, PAPER_RULE, "epochs", last, layers[0], "bits")
     sentences = [
-        f"Paper: preferences sharpen with training and with depth. Here the expert of the deepest layer tells "
-        f"{early:.3f} bits about the class at epoch {first} and {late:.3f} at epoch {last}: "
-        + ("it sharpens." if late > early else "it does not sharpen."),
-        f"At epoch {last} the first layer tells {shallow:.3f} bits, the deepest {late:.3f}: "
-        + ("deeper is sharper." if late > shallow else "deeper is not sharper."),
+        "Paper: preferences sharpen with training and with depth.",
+        verdict(late, early, larger=f"epoch {last}", smaller=f"epoch {first}", what="class bits, deepest", form=".3f"),
+        verdict(late, shallow, larger="the deepest", smaller="the first layer", what="class bits, last", form=".3f"),
     ]
     return Findings(header, rows, sentences, _maps(epochs, records[0]["figures"]["classes"]))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ermoe.nn import retract
+from ermoe.nn.sharding import whole
 
 
 class Average:
@@ -53,7 +54,7 @@ class Average:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """Whole tensors, also where the model is sharded; collective in that case."""
-        return {"num_updates": self.num_updates, **{f"shadow.{n}": _whole(t) for n, t in self._shadow.items()}}
+        return {"num_updates": self.num_updates, **{f"shadow.{n}": whole(t).cpu() for n, t in self._shadow.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
@@ -80,7 +81,3 @@ def _averaged(model: nn.Module) -> dict[str, Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

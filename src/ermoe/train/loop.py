@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ermoe.analysis.recorder import moe_layers, record_routing
 from ermoe.analysis.summary import routing_figures
@@ -32,6 +31,7 @@ from ermoe.models.weights.state import load_state
 from ermoe.nn import orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.rivals.losses import auxiliary_loss
+from ermoe.nn.sharding import whole
 from ermoe.train import checkpoint
 from ermoe.train.average import Average
 from ermoe.train.distributed import Processes, parallelise, reshard, sum_over_processes, wait_for_all, without_sync
@@ -203,10 +203,10 @@ class _Trainer:
     def _clip(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         limit = self.settings.clip or math.inf
-        return _whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
+        return whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
 
     def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
-        """The figures of a step as all processes know them; stops a run whose loss is no longer a number."""
+        """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
         loss = sum_over_processes(torch.as_tensor(line["loss"]).double()) / self.group.num
         if not bool(loss.isfinite()):
             raise _diverged(f"the loss is {loss.item()} at step {step}")
@@ -214,7 +214,7 @@ class _Trainer:
 
     def check_weights(self, step: int) -> None:
         """Stops a run whose weights are no longer numbers, before they are retracted, evaluated or saved."""
-        if not bool(_whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
+        if not bool(whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
             raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
     @contextmanager
@@ -289,10 +289,6 @@ def _watching(model: nn.Module, wanted: bool) -> Iterator[dict[str, float]]:
         values = [layer[name] for layer in layers if not math.isnan(layer[name])]
         if values:
             figures[name] = summarise(values)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _diverged(finding: str) -> UserError:

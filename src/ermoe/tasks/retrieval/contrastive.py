@@ -22,6 +22,7 @@ from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clip.model import CLIP
 from ermoe.models.clip.tokens import tokenise
 from ermoe.models.clip.towers import trim
+from ermoe.nn.sharding import whole
 from ermoe.tasks.image.classification import over_layers
 from ermoe.tasks.retrieval.encode import encode_images, encode_tokens, image_transform
 from ermoe.tasks.retrieval.figures import retrieve
@@ -146,7 +147,7 @@ class Contrastive:
         )
         text_TD = encode_tokens(self.clip, self._dev_TL, group=self.group)
         figures = retrieve(image_ID, text_TD, self.dev_set.text_to_image_T).figures()
-        return {**figures, "scale": _whole(self.clip.logit_scale).exp().item()}
+        return {**figures, "scale": whole(self.clip.logit_scale).exp().item()}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: batches and texts follow from the seed."""
@@ -154,10 +155,6 @@ class Contrastive:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _check(train: CaptionSet, dev: CaptionSet, settings: Training, augmentation: Augmentation) -> None:
