@@ -1,8 +1,8 @@
 """Does a brain age change when the same scan is stored otherwise? And by how much when the head lies otherwise?
 
 Real scans are written in other orders of axes, uncompressed, as integers, scaled and padded: nothing may change. Then
-the head is shifted, tilted, and copied to 1 mm: the median change is reported. One prediction in a process of its own
-gives time and memory.
+the head is shifted, tilted, and copied to 1 mm, and its brain is cut out by deepbet instead of its labels: the median
+change is reported. One prediction in a process of its own gives time and memory.
 
     python benchmarks/brain_storage.py RUN DATA [--people 10]
 
@@ -32,6 +32,7 @@ from rich.progress import track
 import ermoe
 from ermoe.bench.record import commit, machine, versions
 from ermoe.data.brain.cohort import open_cohort
+from ermoe.data.brain.mask import has_deepbet
 from ermoe.data.brain.scans import Scan
 from ermoe.files import replacing
 from ermoe.tasks.brain_age.predict import predict
@@ -108,6 +109,8 @@ def all_ways(scan: Scan, folder: Path) -> Iterator[tuple[str, Scan]]:
     }.items():
         yield written(name, moved(t1, motion), moved(labels, motion))
     yield written("1 mm", resample_to_output(t1, 1.0, order=3), resample_to_output(labels, 1.0, order=0))
+    if has_deepbet():
+        yield "mask from deepbet", replace(scan, labels=None, tissue=None)
 
 
 def scaled(image: Image, factor: float = 0.37) -> Image:

@@ -46,6 +46,8 @@ class Train:
     """What a network sees: normalised T1, tissue shares of voxels, or of blocks of voxels and the whole brain."""
     warm_start_epochs: int | None = None
     """Epochs over isolated tissues with forced routing; 0 for none."""
+    rate_after_warm_start: float | None = None
+    """Of the learning rate, for the whole scans that follow; 0.1 keeps region experts to their tissues."""
     epochs: int | None = None
     batch_size: int | None = None
     base_lr: float | None = None
@@ -137,7 +139,7 @@ class Train:
         return chosen
 
     def _changes(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("head", "input", "warm_start_epochs")}
+        own = {name: getattr(self, name) for name in ("head", "input", "warm_start_epochs", "rate_after_warm_start")}
         return {name: value for name, value in own.items() if value is not None} | training_changes(self)
 
     def _cohort_options(self) -> dict[str, Any]:
@@ -286,6 +288,7 @@ def _line(row: Prediction) -> str:
             ("seen in training", row.seen_in_training),
             ("outside the training ages", row.outside_age_range),
             (f"mask from {row.mask_source}, unlike training", row.unusual_mask),
+            ("not like a T1: hardly brighter inside the brain than at its surface", row.unlike_t1),
         )
         if is_set
     ]

@@ -303,6 +303,9 @@ def test_scans_to_predict(tmp_path):
     lone = save(tmp_path / "loose" / "patient 7.nii.gz", t1, affine)
     assert [scan.key for scan in open_scans([lone]).scans] == ["patient 7"]
     assert len(open_scans([tmp_path / "loose", lone]).scans) == 2
+    for place in ("one/T1.nii.gz", "two/T1.nii.gz", "v1.5.nii.gz", "v1.6.nii.gz"):
+        save(tmp_path / "many" / place, t1, affine)
+    assert [scan.key for scan in open_scans([tmp_path / "many"]).scans] == ["one/T1", "two/T1", "v1.5", "v1.6"]
     found = open_scans([root], participants=["02"])
     assert [scan.key for scan in found.scans] == ["sub-02"]
     assert found.scans[0].labels is not None

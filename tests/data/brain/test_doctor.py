@@ -21,6 +21,7 @@ from ermoe.data.brain.confounds import confounds, left_out_errors
 from ermoe.data.brain.preprocess import Preprocessing, prepare
 from ermoe.data.brain.problems import stop_at_errors
 from ermoe.data.brain.quality import examine
+from ermoe.data.brain.weighting import looks_like_t1
 from ermoe.errors import UserError
 
 
@@ -127,6 +128,35 @@ def test_a_missing_file_is_named(tmp_path):
     (error,) = map(str, examine(open_cohort(flat)).errors)
     assert error.startswith("sub-01: ")
     assert "gone.nii.gz does not exist" in error
+
+
+def test_analyze_files_cannot_say_how_a_head_lies(tmp_path):
+    t1, _, affine = head()
+    nibabel.save(nibabel.AnalyzeImage(t1, affine), tmp_path / "old.img")
+    (error,) = map(str, examine(open_scans([tmp_path / "old.img"])).errors)
+    assert "old.img is an Analyze file" in error
+    nibabel.save(nibabel.Nifti1Pair(t1, affine), tmp_path / "pair.img")
+    assert not examine(open_scans([tmp_path / "pair.img"])).errors
+
+
+def test_a_brain_that_is_dark_inside_is_a_warning(tmp_path, healthy):
+    root = shutil.copytree(healthy, tmp_path / "set")
+    rewrite(root / "sub-02" / "anat" / "sub-02_T1w.nii.gz", lambda data, affine: (2000 - data, affine))
+    assert [str(w).split(":")[0] for w in examine(open_cohort(root)).warnings if "no T1 of an adult" in str(w)] == [
+        "sub-02"
+    ]
+
+
+@pytest.mark.parametrize("spacing", [1.0, 2.0, 6.0, (1.0, 1.0, 5.0)])
+def test_brightness_inside_is_told_at_any_resolution(spacing):
+    edge_mm = np.broadcast_to(spacing, 3)
+    shape = np.ceil(150 / edge_mm).astype(int)
+    place = (np.indices(shape).T * edge_mm).T - 75
+    radius = np.linalg.norm(place, axis=0).astype("f4")
+    brain = radius < 65
+    assert looks_like_t1(100 - radius, brain, spacing)
+    assert not looks_like_t1(radius, brain, spacing)
+    assert looks_like_t1(radius, radius < 10, spacing)  # too small to have an inside: nothing is claimed
 
 
 def test_a_quaternion_that_is_too_long_is_a_warning(tmp_path, healthy):

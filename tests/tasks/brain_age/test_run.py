@@ -17,6 +17,7 @@ from bids import bids_errors
 from ermoe.cli.main import main
 from ermoe.data.brain.cohort import open_cohort
 from ermoe.data.brain.phantom import synthesize
+from ermoe.data.brain.preprocess import prepare
 from ermoe.data.brain.splits import Splits
 from ermoe.errors import UserError
 from ermoe.tasks.brain_age.calibration import Calibration, Line
@@ -142,6 +143,14 @@ def test_a_mask_from_elsewhere_is_flagged_with_a_warning(finished, cohort_root, 
     assert caplog.text.count("cut brains out differently") == 1
 
 
+def test_a_scan_that_is_no_t1_is_flagged(finished, cohort_root):
+    model, (scan, *_) = BrainAgeModel.load(finished), open_cohort(cohort_root).scans
+    volume = prepare(scan, model.preprocessing)
+    negative = dataclasses.replace(volume, t1_XYZ=-volume.t1_XYZ)
+    rows = [next(predict(model, [scan], read=lambda _, own=own: own)) for own in (volume, negative)]
+    assert [row.unlike_t1 for row in rows] == [False, True]
+
+
 def test_ages_outside_of_training_are_flagged(finished, cohort_root):
     model = dataclasses.replace(BrainAgeModel.load(finished), age_range=(1.0, 2.0))
     (row,) = predict(model, open_cohort(cohort_root).scans[:1])
@@ -202,6 +211,14 @@ def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_
     )
     assert set(BrainAgeModel.load(tmp_path).networks) == {"fold-0", "fold-1"}
     assert math.isfinite(model.facts["raw"]["mae"])
+
+
+def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path):
+    options = {"cache": cache, "console": QUIET, "check": False, "epochs": 1, "rate_after_warm_start": 0.5}
+    train(cohort_root, tmp_path, preset="tiny", folds=2, **options)
+    fold = tmp_path / "folds" / "fold-0"
+    settings = [json.loads((stage / "config.json").read_text())["training"] for stage in (fold / "warm-start", fold)]
+    assert [stage["base_lr"] for stage in settings] == pytest.approx([0.1, 0.05])
 
 
 @pytest.mark.parametrize("head", ["bins-l1", "regression"])

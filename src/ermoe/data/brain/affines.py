@@ -53,6 +53,9 @@ def shear_degrees(affine: Affine) -> float:
 def _form_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
     """NIfTI has room for two affines; which of them holds is convention, so they should not contradict each other."""
     if not hasattr(image, "get_qform"):
+        if _is_analyze(image):
+            what = "is an Analyze file, which cannot say how the head lies in it"
+            yield Problem("error", subject, path, what, "convert it to NIfTI, from DICOM if you can, and look at it")
         return
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
@@ -70,6 +73,12 @@ def _form_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
         elif (apart := _apart_mm(sform, qform, image.shape[:3])) > _APART_MM:
             what = f"has an sform and a qform that are up to {apart:.0f} mm apart"
             yield Problem("warning", subject, path, what, "the sform is used")
+
+
+def _is_analyze(image: Any) -> bool:
+    from nibabel.analyze import AnalyzeImage
+
+    return isinstance(image, AnalyzeImage)
 
 
 def _qform(image: Any) -> Affine | None:

@@ -33,10 +33,10 @@ class Name:
 def stem(path: Path) -> str:
     """The file name without .nii, .nii.gz, .tsv, …
 
-    >>> stem(Path("a/sub-01_T1w.nii.gz"))
-    'sub-01_T1w'
+    >>> stem(Path("a/sub-01_T1w.nii.gz")), stem(Path("head 3.5 mm.nii.gz"))
+    ('sub-01_T1w', 'head 3.5 mm')
     """
-    return path.name.split(".", 1)[0] if path.name.endswith(".gz") else path.stem
+    return Path(path.stem).stem if path.suffix.casefold() == ".gz" else path.stem
 
 
 @dataclass(slots=True)

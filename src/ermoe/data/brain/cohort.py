@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,14 +125,25 @@ def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str]
     if path.is_dir() and is_bids_root(path):
         return bids_cohort(path, options)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _is_nifti(file) and Name.of(file).suffix not in _NOT_A_T1)
-        scans = [_lone_scan(file, options) for file in files]
-        return [scan for scan in scans if options.wants(scan.participant_id)], [], []
+        return [scan for scan in _scans_below(path, options) if options.wants(scan.participant_id)], [], []
     if path.suffix.casefold() in TABLES:
         return flat_cohort(path, options)
     if not path.exists() and not path.name.casefold().endswith(_IMAGES):
         raise UserError(f"{path} does not exist: name NIfTI files, folders, BIDS roots or tables")
     return [_lone_scan(path, options)], [], []
+
+
+def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
+    """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
+    files = sorted(file for file in folder.rglob("*") if _is_nifti(file) and Name.of(file).suffix not in _NOT_A_T1)
+    scans = [_lone_scan(file, options) for file in files]
+    occurs = Counter(scan.key for scan in scans)
+    return [
+        scan
+        if occurs[scan.key] == 1 or "sub" in Name.of(scan.t1).entities
+        else replace(scan, participant_id=(scan.t1.relative_to(folder).parent / scan.participant_id).as_posix())
+        for scan in scans
+    ]
 
 
 def _lone_scan(path: Path, options: CohortOptions) -> Scan:

@@ -20,6 +20,7 @@ from ermoe.data.brain.preprocess import Preprocessing
 from ermoe.data.brain.problems import Problem, ScanError, Severity
 from ermoe.data.brain.scans import Scan
 from ermoe.data.brain.tissue import check_tissue
+from ermoe.data.brain.weighting import looks_like_t1
 
 _COARSE_MM = 3.0
 _BRAIN_ML = (700.0, 2200.0)
@@ -134,6 +135,9 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_], preprocessing: Pr
         size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
         what = f"marks a brain of {size} mm, and the grid holds {room} mm"
         problems.append(Problem("error", scan.key, path, what, "look at the mask"))
+    if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
+        what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
+        problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))
     cut = [
         side
         for axis, (low, high) in enumerate((("left", "right"), ("back", "front"), ("", "top")))

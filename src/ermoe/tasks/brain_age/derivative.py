@@ -54,6 +54,7 @@ EXPLAINED: dict[str, dict[str, Any]] = {
     },
     "outside_age_range": {"Description": "age (brain age where it is unknown) outside of the training people's"},
     "unusual_mask": {"Description": "no training scan had its brain mask from this source"},
+    "unlike_t1": {"Description": "hardly brighter inside the brain than at its surface, as in no T1 of an adult"},
     "problem": {"Description": "why there is no prediction"},
     "group": {"Description": "which scans"},
     "prediction": {"Description": "raw, or which calibration"},

@@ -155,6 +155,7 @@ def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
     network = start(own, head, "random", place, whole.ages())
     if recipe.has_experts and recipe.warm_start_epochs:
         network = learn_regions(network, own, head, replace(whole, regions=True), folder / "warm-start", place)
+        own = own.after_warm_start()
     return learn(network, own, head, whole, folder, place)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ermoe.data.brain.preprocess import Volume, prepare
 from ermoe.data.brain.scans import Scan
+from ermoe.data.brain.weighting import looks_like_t1
 from ermoe.errors import UserError
 from ermoe.models.brain.contrast import network_input
 from ermoe.tasks.brain_age.model import BrainAgeModel
@@ -52,6 +53,8 @@ class Prediction:
     """Age, or where it is unknown brain age, outside of those in training."""
     unusual_mask: bool
     """No training scan had its mask from this source."""
+    unlike_t1: bool
+    """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
     problem: str
 
     @classmethod
@@ -59,7 +62,7 @@ class Prediction:
         """The row of a scan that could not be used."""
         numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
         age = math.nan if scan.age is None else scan.age
-        flags = {"seen_in_training": False, "outside_age_range": False, "unusual_mask": False}
+        flags = dict.fromkeys(("seen_in_training", "outside_age_range", "unusual_mask", "unlike_t1"), False)
         return cls(
             scan.participant_id, scan.session_id, str(scan.t1), age, scan.sex,
             num_folds=0, mask_source=None, problem=reason, **numbers, **flags,
@@ -137,6 +140,7 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.devic
         seen_in_training=seen,
         outside_age_range=not youngest <= known_age <= oldest,
         unusual_mask=volume.mask_source not in model.mask_sources,
+        unlike_t1=not looks_like_t1(volume.t1_XYZ, volume.mask_XYZ, model.preprocessing.spacing_mm),
         problem="",
     )
 

@@ -60,6 +60,7 @@ class Recipe:
             anew every time.
         drop_cubes, input_noise: of the network's input, drawn anew at every step.
         warm_start_epochs: over isolated tissues, with forced routing; 0 for none.
+        rate_after_warm_start: of whole scans that follow a warm start, in units of the learning rate.
         phantoms: what ``init="phantom"`` learns from.
     """
 
@@ -81,6 +82,7 @@ class Recipe:
     drop_cubes: float = 0.0
     input_noise: float = 0.0
     warm_start_epochs: int = 0
+    rate_after_warm_start: float = 1.0
     phantoms: Phantoms = field(default_factory=Phantoms)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,11 @@ class Recipe:
     def has_experts(self) -> bool:
         """Whether the method routes."""
         return self.method.startswith("ermoe")
+
+    def after_warm_start(self) -> Recipe:
+        """For whole scans once region experts have been taught: gently, if what they were taught is to stay."""
+        training = replace(self.training, base_lr=self.rate_after_warm_start * self.training.base_lr)
+        return replace(self, training=training)
 
     def age_head(self, ages: Iterable[float]) -> AgeHead:
         """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""

@@ -159,7 +159,7 @@ def learn_fold(
     probe = part("test", regions=True) if chosen.has_experts and has_tissue else None
     return learn(
         network,
-        chosen,
+        chosen.after_warm_start() if warm and has_tissue else chosen,
         head,
         training,
         folder,
