@@ -94,8 +94,7 @@ def run(study: Study, method: str, shuffle: int, seed: int, console: Console) ->
         "method": method,
         "shuffle": shuffle,
         "seed": seed,
-        "command": f"python benchmarks/brain_ixi50.py DATA --methods {method} --shuffles {shuffle + 1} "
-        f"--seeds {seed + 1} --init {study.init} --register {study.register}",
+        "command": command(study, method, shuffle, seed),
         "wall_seconds": round(time.perf_counter() - start, 1),
         "threads": study.threads,
         "commit": commit(),
@@ -111,6 +110,15 @@ def run(study: Study, method: str, shuffle: int, seed: int, console: Console) ->
     write(path, record)
     console.print({estimate: round(mae(record, estimate, study), 2) for estimate in record["estimates"]})
     return record
+
+
+def command(study: Study, method: str, shuffle: int, seed: int) -> str:
+    """What makes this run, among others."""
+    changes = "".join(f" {name} {value:g}" for name, value in study.changes.items())
+    return (
+        f"python benchmarks/brain_ixi50.py DATA --methods {method} --shuffles {shuffle + 1} --seeds {seed + 1} "
+        f"--init {study.init} --register {study.register}" + (f" --changes{changes}" if changes else "")
+    )
 
 
 def inside(record: dict[str, Any], study: Study) -> np.ndarray:
