@@ -109,11 +109,14 @@ def table(
     notes: Sequence[str] | None = None,
     strong: str | None = None,
 ) -> Markup:
-    """A table that scrolls sideways if it must, with a last column of ``notes``; row ``strong`` stands out."""
+    """A table that scrolls sideways if it must, with a last column of ``notes``; row ``strong`` stands out.
+
+    Where it is crowded, an interval in brackets goes below its figure.
+    """
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header) + ("" if notes is None else "<th></th>")
     body = []
     for index, (first, *rest) in enumerate(rows):
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        cells = "".join(f"<td>{escape(cell).replace(' [', ' <wbr>[')}</td>" for cell in rest)
         note = "" if notes is None else f'<td class="note">{escape(notes[index])}</td>'
         kind = ' class="strong"' if first == strong else ""
         body.append(f'<tr{kind}><th scope="row">{escape(first)}</th>{cells}{note}</tr>')

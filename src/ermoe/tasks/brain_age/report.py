@@ -24,6 +24,8 @@ from ermoe.tasks.brain_age.mosaic import mosaic
 from ermoe.tasks.brain_age.routing_sections import routing_sections
 from ermoe.train.run_folder import read_lines
 
+FLAT = 0.5
+"""Slope of predicted against chronological age below which a report begins with it."""
 MOST_SCANS = 60
 """Mosaics on a page; of a larger cohort only the worst."""
 
@@ -79,6 +81,12 @@ def warnings(evaluation: Evaluation) -> list[str]:
     found = list(evaluation.confounds)
     if refusals := evaluation.held_out.refusals:
         found.append(refusals[0] + (f" (and {len(refusals) - 1} more folds)" if len(refusals) > 1 else ""))
+    slope = evaluation.figures(evaluation.held_out.raw_N)["slope"].value
+    if slope < FLAT:
+        found.append(
+            f"predictions rise by only {slope:.2f} years a year of age: the young look older and the old younger than they "
+            "are, so a gap means nothing unless age is a covariate"
+        )
     people = len(set(evaluation.people))
     if people < 100:
         found.append(f"{people} people are few: read the intervals, not the figures")
