@@ -84,8 +84,8 @@ def warnings(evaluation: Evaluation) -> list[str]:
     slope = evaluation.figures(evaluation.held_out.raw_N)["slope"].value
     if slope < FLAT:
         found.append(
-            f"predictions rise by only {slope:.2f} years a year of age: the young look older and the old younger than they "
-            "are, so a gap means nothing unless age is a covariate"
+            f"predictions rise by only {slope:.2f} years a year of age: the young look older and the old younger than "
+            "they are, so a gap means nothing unless age is a covariate"
         )
     people = len(set(evaluation.people))
     if people < 100:
