@@ -55,7 +55,7 @@ class Study:
     register: str = "none"
     """Or affine: to MNI space."""
     threads: int = 2
-    changes: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, int | float] = field(default_factory=dict)
     """Fields of the recipe that are to differ from the preset, for example epochs 2."""
 
 

@@ -12,7 +12,6 @@ RUN is a folder of `ermoe brain train`, DATA a BIDS set with labels. Writes benc
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -164,11 +163,13 @@ def one_prediction(run: Path, scan: Scan) -> tuple[float, float]:
         "run, t1, labels = map(Path, sys.argv[1:])\n"
         "(row,) = predict(ermoe.brain.load(run).model, [Scan('sub-x', None, t1, labels=labels)])\n"
         "assert not row.problem, row.problem\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
     start = time.perf_counter()
     arguments: list[Any] = [sys.executable, "-c", code, run, scan.t1, scan.labels]
-    subprocess.run(arguments, check=True)
-    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    # Not getrusage, which counts the memory of the process that forked.
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    return time.perf_counter() - start, int(done.stdout) / 1024
 
 
 if __name__ == "__main__":
