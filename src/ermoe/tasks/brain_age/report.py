@@ -52,7 +52,7 @@ def report(
     album = Album(folder / "figures")
     page = Page(name, lead=RESEARCH_USE, facts=_facts(evaluation))
     if known := warnings(evaluation):
-        page.section("Read this first", "What makes the figures below look better than they are.", [_list(known)])
+        page.section("Read this first", "What to know before the figures below.", [_list(known)])
     _accuracy(page, evaluation)
     _calibration(page, evaluation, album)
     _groups(page, evaluation)
