@@ -48,6 +48,16 @@ class Train:
     """Epochs over isolated tissues with forced routing; 0 for none."""
     rate_after_warm_start: float | None = None
     """Of the learning rate, for the whole scans that follow; 0.1 keeps region experts to their tissues."""
+    probe_epochs: tuple[int, ...] | None = None
+    """After these epochs, and the last, isolated tissues show which experts they choose; 1 5 by default."""
+    spacing_mm: float | None = None
+    """Edge of the grid's voxels; 2 by default."""
+    shape: tuple[int, int, int] | None = None
+    """Voxels of the grid towards right, front and top; 96 112 96 by default, or the same room in other voxels."""
+    patch_size: int | None = None
+    """Edge of a cube, which is a token, in voxels; 16 by default."""
+    normalisation: Literal["zscore", "mean", "percentile"] | None = None
+    """Of intensities inside the brain; zscore by default, mean as SFCN's authors."""
     epochs: int | None = None
     batch_size: int | None = None
     base_lr: float | None = None
@@ -134,13 +144,16 @@ class Train:
 
             variants = chosen.variants and max(chosen.variants, 8)
             chosen = replace(chosen, augmentation=VolumeAugmentation(flip=self.flip), variants=variants)
-        if self.register != "none":
-            chosen = replace(chosen, preprocessing=replace(chosen.preprocessing, register=self.register))
-        return chosen
+        if self.patch_size is not None:
+            chosen = replace(chosen, size={**chosen.size, "patch_size": self.patch_size})
+        prepared = chosen.preprocessing.on_grid(self.spacing_mm, self.shape, cube=chosen.patch_size)
+        prepared = replace(prepared, register=self.register, normalisation=self.normalisation or prepared.normalisation)
+        return replace(chosen, preprocessing=prepared)
 
     def _changes(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("head", "input", "warm_start_epochs", "rate_after_warm_start")}
-        return {name: value for name, value in own.items() if value is not None} | training_changes(self)
+        names = ("head", "input", "warm_start_epochs", "rate_after_warm_start", "probe_epochs")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return own | training_changes(self)
 
     def _cohort_options(self) -> dict[str, Any]:
         from ermoe.data.brain.demographics import sex_coding_from

@@ -42,13 +42,19 @@ class Doctor:
     """Where tissue maps come from; by default probability maps, else a dseg with its table."""
     t1_rule: str = "first"
     """Which of several T1w scans of a session: first, last, or a pattern for file names."""
+    spacing_mm: float | None = None
+    """Edge of the voxels of the grid that brains must fit in; 2 by default."""
+    shape: tuple[int, int, int] | None = None
+    """Its voxels towards right, front and top; 96 112 96 by default, or the same room in other voxels."""
 
     def __call__(self, console: Console) -> None:
+        from ermoe.data.brain.preprocess import Preprocessing
         from ermoe.data.brain.quality import examine
 
         cohort = self._cohort()
+        usual = Preprocessing().on_grid(self.spacing_mm, self.shape)
         with _progress(console, "looking at scans") as on_scan:
-            examination = examine(cohort, on_scan=on_scan)
+            examination = examine(cohort, usual, on_scan=on_scan)
         show(console, cohort, examination)
         if examination.errors:
             raise UserError(f"{_count(len(examination.errors), 'error')} (see above): mend the data before training")

@@ -14,10 +14,11 @@ from rich.console import Console
 
 import ermoe
 from bids import bids_errors
+from ermoe.cli.brain import Train
 from ermoe.cli.main import main
 from ermoe.data.brain.cohort import open_cohort
 from ermoe.data.brain.phantom import synthesize
-from ermoe.data.brain.preprocess import prepare
+from ermoe.data.brain.preprocess import Preprocessing, prepare
 from ermoe.data.brain.splits import Splits
 from ermoe.errors import UserError
 from ermoe.tasks.brain_age.calibration import Calibration, Line
@@ -211,6 +212,19 @@ def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_
     )
     assert set(BrainAgeModel.load(tmp_path).networks) == {"fold-0", "fold-1"}
     assert math.isfinite(model.facts["raw"]["mae"])
+
+
+def test_the_grid_is_a_matter_of_options():
+    command = Train("data", spacing_mm=3.0, patch_size=8, normalisation="mean", probe_epochs=(2, 4))
+    chosen = command._adapted(recipe("small", "ermoe", **command._changes()))
+    assert chosen.preprocessing == Preprocessing(3.0, (64, 80, 64), "mean")  # 192 × 224 × 192 mm in whole cubes
+    assert chosen.probe_epochs == (2, 4)
+    assert chosen.build(chosen.age_head([50.0])).pos_embed.shape[1:4] == (8, 10, 8)
+    usual = Train("data")
+    assert usual._adapted(recipe("small", "ermoe", **usual._changes())) == recipe("small", "ermoe")
+    for wrong in (6, 0, -8):
+        with pytest.raises(UserError, match="blocks of 4 voxels must fill a cube"):
+            Train("data", patch_size=wrong)._adapted(recipe("small", "ermoe"))
 
 
 def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path):

@@ -5,7 +5,8 @@ Letters: X, Y, Z voxels of the grid, towards right, anterior and superior; the 3
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -61,6 +62,18 @@ class Preprocessing:
         ):
             if getattr(self, name) not in known:
                 raise UserError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+
+    def on_grid(self, spacing_mm: float | None, shape: tuple[int, int, int] | None, *, cube: int = 1) -> Preprocessing:
+        """On voxels of another size; without a shape of their own, over the same room in whole cubes.
+
+        >>> Preprocessing().on_grid(1.0, None, cube=16).shape
+        (192, 224, 192)
+        """
+        spacing_mm = self.spacing_mm if spacing_mm is None else spacing_mm
+        if shape is None and spacing_mm > 0:
+            edges = [cube * math.ceil(self.spacing_mm * edge / (spacing_mm * cube) - 1e-9) for edge in self.shape]
+            shape = edges[0], edges[1], edges[2]
+        return replace(self, spacing_mm=spacing_mm, shape=shape or self.shape)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -125,7 +138,7 @@ def _grid(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -
         low_mm, high_mm = extent_mm(mask_XYZ, t1.affine)
         size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
         what = f"has a brain mask of {size} mm, and the grid holds {room} mm"
-        remedy = "look at the mask; if it is right, use a larger shape or spacing"
+        remedy = "look at the mask; if it is right, use a larger --shape"
         raise ScanError(Problem("error", scan.key, scan.mask or scan.t1, what, remedy)) from None
     grid = Grid.around(centre_mm, preprocessing.spacing_mm, preprocessing.shape)
     return grid, grid.affine

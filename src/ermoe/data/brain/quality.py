@@ -134,7 +134,8 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_], preprocessing: Pr
     if preprocessing.register == "none" and np.any(high_mm - low_mm > room_mm):
         size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
         what = f"marks a brain of {size} mm, and the grid holds {room} mm"
-        problems.append(Problem("error", scan.key, path, what, "look at the mask"))
+        remedy = "look at the mask; if it is right, use a larger --shape"
+        problems.append(Problem("error", scan.key, path, what, remedy))
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
         what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
         problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))

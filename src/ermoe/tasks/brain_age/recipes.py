@@ -61,6 +61,7 @@ class Recipe:
         drop_cubes, input_noise: of the network's input, drawn anew at every step.
         warm_start_epochs: over isolated tissues, with forced routing; 0 for none.
         rate_after_warm_start: of whole scans that follow a warm start, in units of the learning rate.
+        probe_epochs: after which, besides the last, isolated tissues show which experts they would choose.
         phantoms: what ``init="phantom"`` learns from.
     """
 
@@ -83,6 +84,7 @@ class Recipe:
     input_noise: float = 0.0
     warm_start_epochs: int = 0
     rate_after_warm_start: float = 1.0
+    probe_epochs: tuple[int, ...] = (1, 5)
     phantoms: Phantoms = field(default_factory=Phantoms)
 
     def __post_init__(self) -> None:
@@ -93,8 +95,11 @@ class Recipe:
         num_channels(self.input)
         if self.method in WITHOUT_CUBES and self.input == "blocks":
             raise UserError(f"{self.method} needs every voxel: use input 'contrast' or 't1'")
-        if self.patch_size % reduction(self.input):
-            raise UserError(f"patch_size={self.patch_size}: blocks of {reduction(self.input)} voxels must fill a cube")
+        if self.patch_size < 1 or self.patch_size % reduction(self.input):
+            block = reduction(self.input)
+            raise UserError(
+                f"patch_size={self.patch_size}: blocks of {block} voxels must fill a cube, as in {2 * block}"
+            )
 
     @property
     def has_experts(self) -> bool:

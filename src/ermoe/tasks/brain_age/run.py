@@ -36,8 +36,6 @@ from ermoe.train.run_folder import RunFolder
 FEW = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
 SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
-PROBE_EPOCHS = (1, 5)
-"""Epochs after which the region probe is written down, besides the last; the paper's figure has these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ def learn_fold(
         validation=part("validation"),
         watched=part("test"),
         probe=probe,
-        probe_epochs=(*PROBE_EPOCHS, chosen.training.epochs),
+        probe_epochs=(*chosen.probe_epochs, chosen.training.epochs),
     )
 
 
