@@ -267,7 +267,7 @@ def verdict(
     """A sentence on a difference: which way it goes, and whether its 95 % interval over seeds excludes zero.
 
     >>> verdict([0.90, 0.91, 0.90], [0.50, 0.52, 0.51], larger="A", smaller="B", what="accuracy")
-    'accuracy: A is above B by 0.393, more than the noise of 3 seeds (95 % interval ± 0.0212).'
+    'accuracy: A is above B by 0.393, more than the noise of 3 seeds (95 % interval ± 0.0205).'
     """
     if not ours or not theirs:
         return f"{what}: nothing to compare."

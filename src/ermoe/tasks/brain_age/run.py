@@ -153,7 +153,9 @@ def learn_fold(
         regions = replace(training, regions=True)
         network = learn_regions(network, chosen, head, regions, folder / "warm-start", place)
     elif warm and not has_tissue and fold == 0:
-        place.console.print("no tissue maps: region experts start without a warm start", highlight=False)
+        place.console.print(
+            "not every scan has tissue maps: region experts start without a warm start", highlight=False
+        )
     probe = part("test", regions=True) if chosen.has_experts and has_tissue else None
     return learn(
         network,
