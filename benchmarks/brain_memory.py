@@ -1,0 +1,79 @@
+"""Does training need more memory when there are more people? One epoch on phantom cohorts of several sizes.
+
+    python benchmarks/brain_memory.py [--subjects 40 240] [--cache FOLDER]
+
+Each size is a process of its own, whose memory is read while it trains: what it holds for itself, without the pages of
+prepared volumes, which are files that the system keeps in memory while there is room. Writes
+benchmarks/results/brain_memory.json.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ermoe.bench.record import commit, machine, versions
+from ermoe.data.brain.phantom import synthesize
+from ermoe.files import replacing
+from ermoe.tasks.brain_age.learning import default_cache
+
+
+@dataclass(frozen=True)
+class Study:
+    """Peak memory of training on cohorts of several sizes."""
+
+    subjects: tuple[int, ...] = (40, 240)
+    cache: Path | None = None
+    out: Path = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    study = tyro.cli(Study)
+    cache = study.cache or default_cache()
+    peak = {str(number): peak_megabytes(number, cache) for number in study.subjects}
+    record = {
+        "command": f"python benchmarks/brain_memory.py --subjects {' '.join(peak)}",
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "peak_megabytes": peak,
+    }
+    with replacing(study.out / "brain_memory.json") as draft:
+        draft.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+def peak_megabytes(subjects: int, cache: Path) -> int:
+    """Of one epoch of the small preset, whose volumes are prepared already."""
+    data = synthesize(cache / "phantoms" / f"memory-{subjects}", subjects, ages=(20.0, 90.0))
+    command = [sys.executable, "-m", "ermoe", "brain", "train", str(data), "--split", "holdout", "--epochs", "1"]
+    command += ["--warm-start-epochs", "1", "--cache", str(cache), "--no-check"]
+    peaks = []
+    for _ in ("prepares volumes", "measured"):
+        with tempfile.TemporaryDirectory() as folder:
+            peaks.append(watched([*command, "--out", f"{folder}/run"]))
+    return peaks[-1]
+
+
+def watched(command: list[str]) -> int:
+    """The largest memory of its own, in MB, that a process had while it ran."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        peak = max([peak, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
+        time.sleep(0.05)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return round(peak / 1024)
+
+
+if __name__ == "__main__":
+    main()
