@@ -1,6 +1,6 @@
 """Does training need more memory when there are more people? One epoch on phantom cohorts of several sizes.
 
-    python benchmarks/brain_memory.py [--subjects 160 320] [--cache FOLDER]
+    python benchmarks/brain_memory.py [--subjects 80 160] [--cache FOLDER]
 
 Each size is a process of its own, whose memory is read while it trains: what it holds for itself, without the pages of
 prepared volumes, which are files that the system keeps in memory while there is room. Writes
@@ -29,7 +29,7 @@ from ermoe.tasks.brain_age.learning import default_cache
 class Study:
     """Peak memory of training on cohorts of several sizes, all large enough to fill the batches that judge."""
 
-    subjects: tuple[int, ...] = (160, 320)
+    subjects: tuple[int, ...] = (80, 160)
     cache: Path | None = None
     out: Path = Path(__file__).parent / "results"
 
