@@ -27,7 +27,7 @@ from ermoe.tasks.brain_age.learning import default_cache
 
 @dataclass(frozen=True)
 class Study:
-    """Peak memory of training on cohorts of several sizes, all large enough to fill the batches that judge."""
+    """Peak memory of training on cohorts of several sizes."""
 
     subjects: tuple[int, ...] = (80, 160)
     cache: Path | None = None
