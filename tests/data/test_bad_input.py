@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,21 @@ def test_a_corrupt_image_is_one_sentence_also_from_a_worker(tmp_path, workers):
     assert len(next(batches)[0]) == 3, "what comes before it is delivered"
     with pytest.raises(UserError, match=r"^\S+bad\.jpg cannot be decoded: .*; replace or remove it$"):
         list(batches)
+
+
+def test_a_file_of_another_format_named_like_an_image_starts_no_program(monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: started.append(arguments))
+    with pytest.raises(UserError, match=r"cat\.png cannot be decoded: whatever its name says, it is none of JPEG"):
+        decode(encoded(Image.new("RGB", (8, 8)), "EPS"), "cat.png")
+    assert started == []
+
+
+def test_the_twins_that_macos_leaves_are_no_images(tmp_path):
+    make.image_folder(tmp_path)
+    before = len(open_images(tmp_path, "train"))
+    (tmp_path / "train" / "cat" / "._0.png").write_bytes(b"\0\5\x16\7")
+    assert len(open_images(tmp_path, "train")) == before
 
 
 def test_a_truncated_binary_batch(tmp_path):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ermoe
 import ermoe.models.vit
+from ermoe.errors import UserError
 from ermoe.models import io
 from ermoe.models.weights.rebuild import describe
 from models.backbones import ACCEPTED, apart, build, outputs, perturb, photographs
@@ -52,6 +53,15 @@ class TestRoundTrip:
         model, size = sparse_model(name)
         ermoe.save(model, tmp_path)
         assert same(model, ermoe.load(tmp_path), size)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_numbers_are_refused(self, value, tmp_path):
+        model, _ = sparse_model("test_vit")
+        with torch.no_grad():
+            model.blocks[0].attn.proj.weight[0, 0] = value
+        ermoe.save(model, tmp_path)
+        with pytest.raises(UserError, match=r"not numbers: blocks\.0\.attn\.proj\.weight; its training diverged"):
+            ermoe.load(tmp_path)
 
     def test_a_dense_model(self, tmp_path):
         model, size = build("test_vit2")

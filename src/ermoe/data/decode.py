@@ -10,10 +10,14 @@ import io
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ermoe.errors import UserError
+
+# The content decides, whatever a file is called: among all that PIL knows are formats that start another program
+# (PostScript) or were never meant to be read from strangers.
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 
 def decode(data: bytes, name: str) -> Tensor:
@@ -27,9 +31,14 @@ def decode(data: bytes, name: str) -> Tensor:
     if not data:
         raise UserError(f"{name} is empty (0 bytes): replace or remove it")
     try:
-        image = _rgb(Image.open(io.BytesIO(data)), name)
+        image = _rgb(Image.open(io.BytesIO(data), formats=_FORMATS), name)
     except UserError:
         raise
+    except UnidentifiedImageError as problem:
+        raise UserError(
+            f"{name} cannot be decoded: whatever its name says, it is none of {', '.join(_FORMATS)}; "
+            "replace or remove it"
+        ) from problem
     except Exception as problem:  # decoders of damaged files raise nearly everything: OSError, SyntaxError, EOFError, …
         raise UserError(f"{name} cannot be decoded: {problem}; replace or remove it") from problem
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

@@ -50,6 +50,18 @@ def naming_what_cannot_be_read() -> Iterator[None]:
         ) from problem
 
 
+def is_hidden(path: Path, below: Path | None = None) -> bool:
+    """Whether a name begins with a dot: what systems keep for themselves, like the "._" twins that macOS leaves.
+
+    With ``below``, whether any folder from there on does.
+
+    >>> is_hidden(Path("anat/._sub-01_T1w.nii.gz")), is_hidden(Path("a/.git/b.png"), below=Path("a"))
+    (True, True)
+    """
+    parts = (path.name,) if below is None else path.relative_to(below).parts
+    return any(part.startswith(".") for part in parts)
+
+
 def printable(path: str | os.PathLike[str]) -> str:
     r"""A path for messages: bytes of its name that are not UTF-8, which no terminal can show, as escapes.
 

@@ -69,10 +69,10 @@ def find(place: Path, names: Mapping[str, tuple[str, ...]] = SPLIT_NAMES) -> dic
     """
     found: dict[str, list[Path]] = {}
     known = {name for own in names.values() for name in own}
-    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+    for path in sorted(place.glob("[!.]*")) if place.is_dir() else [place]:
         word = next((word for word in re.findall("[a-z]+", path.name.lower()) if word in known), None)
         if word is not None:
-            files = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
+            files = sorted(path.glob("[!.]*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
             found.setdefault(word, []).extend(files)
     chosen = {split: next((found[name] for name in own if found.get(name)), []) for split, own in names.items()}
     return {split: files for split, files in chosen.items() if files}

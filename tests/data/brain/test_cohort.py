@@ -46,6 +46,18 @@ def test_a_brain_mask_and_probability_maps_are_preferred(tmp_path):
     assert open_cohort(root, tissue_from="none").scans[0].tissue is None
 
 
+def test_the_twins_that_macos_leaves_are_no_scans(tmp_path):
+    root = bids_set(tmp_path / "set", people=2)
+    for path in [*root.rglob("*.nii.gz"), *root.rglob("*.tsv")]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    cohort = open_cohort(root)
+    assert not cohort.problems
+    assert [scan.t1.name for scan in cohort.scans] == ["sub-01_T1w.nii.gz", "sub-02_T1w.nii.gz"]
+    assert isinstance(cohort.scans[0].tissue, Segmentation)
+    names = [scan.t1.name for scan in open_scans([root / "sub-01"]).scans]
+    assert names == ["sub-01_T1w.nii.gz"]
+
+
 def test_a_segmentation_without_its_table_stops(tmp_path):
     root = bids_set(tmp_path / "set", people=1)
     (root / "derivatives" / "tool" / "dseg.tsv").unlink()

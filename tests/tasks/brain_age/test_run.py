@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,10 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert set(rows[0]) == set(json.loads((tmp_path / "desc-heldout_brainage.json").read_text()))
     metrics = table(tmp_path / "desc-metrics_brainage.tsv")
     assert {"all", "sex F", "sex M"} <= {row["group"] for row in metrics}
-    assert "Research use only" in (tmp_path / "model-card.md").read_text()
+    card = (tmp_path / "model-card.md").read_text()
+    assert "Research use only" in card
+    assert "## Do not\n\n- diagnose" in card
+    assert re.search(r"<h3>Do not</h3>\s*<ul><li>diagnose", text), "without its heading it would read as advice"
     assert len(list((tmp_path / "figures").glob("*.png"))) >= 7
     assert bids_errors(tmp_path) == []
 

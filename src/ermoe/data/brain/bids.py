@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ermoe.data.reading import is_hidden
+
 _OF_DERIVATIVES = {"desc", "label", "space", "res", "den", "atlas", "seg", "hemi"}
 _NATIVE_SPACES = {None, "T1w", "orig", "scanner"}
 _SUFFIXES = (".nii.gz", ".nii")
@@ -108,7 +110,7 @@ def images(folder: Path, suffix: str) -> list[Path]:
     """NIfTI files of a folder with a BIDS suffix; of twins packed and unpacked, the packed one."""
     found: dict[str, Path] = {}
     for extension in _SUFFIXES:
-        for path in sorted(folder.glob(f"*_{suffix}{extension}")):
+        for path in sorted(path for path in folder.glob(f"*_{suffix}{extension}") if not is_hidden(path)):
             found.setdefault(stem(path), path)
     return [found[name] for name in sorted(found)]
 
@@ -145,7 +147,8 @@ def lookup_table(image: Path, stop_at: Path) -> Path | None:
     """The TSV that explains a dseg, by BIDS's principle of inheritance: nearest folder first, plainest name last."""
     name = Name.of(image)
     for folder in _upwards(image.parent, stop_at):
-        tables = [path for path in folder.glob(f"*{name.suffix}.tsv") if _inherits(Name.of(path), name)]
+        seen = (path for path in folder.glob(f"*{name.suffix}.tsv") if not is_hidden(path))
+        tables = [path for path in seen if _inherits(Name.of(path), name)]
         if tables:
             return max(tables, key=lambda path: (len(Name.of(path).entities), path.name))
     return None

@@ -16,6 +16,7 @@ from ermoe.data.brain.flat_cohort import flat_cohort
 from ermoe.data.brain.options import CohortOptions, TissueFrom, participant_labels
 from ermoe.data.brain.problems import Problem
 from ermoe.data.brain.scans import Scan, Sex
+from ermoe.data.reading import is_hidden
 from ermoe.errors import UserError
 
 TABLES = {".tsv", ".csv", ".txt"}
@@ -135,7 +136,8 @@ def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str]
 
 def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
     """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
-    files = sorted(file for file in folder.rglob("*") if _is_nifti(file) and Name.of(file).suffix not in _NOT_A_T1)
+    seen = (file for file in folder.rglob("*") if _is_nifti(file) and not is_hidden(file, below=folder))
+    files = sorted(file for file in seen if Name.of(file).suffix not in _NOT_A_T1)
     scans = [_lone_scan(file, options) for file in files]
     occurs = Counter(scan.key for scan in scans)
     return [

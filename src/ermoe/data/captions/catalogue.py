@@ -118,7 +118,7 @@ def _only_caption_file(place: Path) -> Path:
         path
         for folder in _BELOW
         if (place / folder).is_dir()
-        for path in sorted((place / folder).iterdir())
+        for path in sorted((place / folder).glob("[!.]*"))
         if Path(path.name.removesuffix(".gz")).suffix in _FORMATS
         or path.name.removesuffix(".gz") in ("captions.txt", "Flickr8k.token.txt")
     ]

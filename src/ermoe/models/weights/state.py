@@ -35,7 +35,8 @@ def load_state(
     """Copies ``state`` into ``model``. Unless ``strict`` is off, a name, shape or type that does not fit is an error.
 
     A tensor of the wrong shape counts as missing and unexpected at once, and so does one of a type that would lose
-    something, like complex numbers for real ones.
+    something, like complex numbers for real ones. Weights that are not numbers, the end of a run that diverged, are
+    refused always.
     """
     wanted = model.state_dict()
     shared = {name: state[name] for name in wanted if name in state and not name.endswith(_CHECKS_ITSELF)}
@@ -58,11 +59,26 @@ def load_state(
     if strict and (fit.missing or fit.unexpected):
         raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
     fitting = {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}
+    parameters = {name for name, _ in model.named_parameters()}
+    if broken := [
+        name for name, tensor in fitting.items() if not _has_numbers(tensor, may_be_infinite=name not in parameters)
+    ]:
+        raise UserError(
+            f"{source} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
+            "damaged: use an earlier checkpoint, or copy it again"
+        )
     try:
         model.load_state_dict(fitting, strict=False)
     except (RuntimeError, TypeError, ValueError) as problem:
         raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
     return fit
+
+
+def _has_numbers(tensor: Tensor, *, may_be_infinite: bool) -> bool:
+    """Whether no value is NaN, and none infinite unless that may be: buffers hold masks of −∞."""
+    if not tensor.is_floating_point():
+        return True
+    return not bool(tensor.isnan().any() if may_be_infinite else (~tensor.isfinite()).any())
 
 
 def _explain(fit: Fit, shapes: dict[str, str], types: dict[str, str]) -> str:

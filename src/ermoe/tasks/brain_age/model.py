@@ -102,7 +102,8 @@ class BrainAgeModel:
         found = []
         for name in folds:
             network = self.networks[name].eval()
-            found.append(network(volume_BCXYZ.to(next(network.parameters())), mask_BXYZ).float().cpu())
+            weight = next(network.parameters())
+            found.append(network(volume_BCXYZ.to(weight), mask_BXYZ.to(weight.device)).float().cpu())
         return torch.stack(found)
 
     def ages(self, output_FBK: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ermoe.data.brain.preprocess import Volume, prepare
 from ermoe.data.brain.scans import Scan
 from ermoe.data.brain.weighting import looks_like_t1
 from ermoe.errors import UserError
-from ermoe.models.brain.contrast import network_input
+from ermoe.tasks.brain_age.inputs import voxels, whole_input
 from ermoe.tasks.brain_age.model import BrainAgeModel
 from ermoe.tasks.brain_age.results import LEVEL
 
@@ -77,11 +77,7 @@ COLUMNS = tuple(field.name for field in fields(Prediction))
 
 
 def predict(
-    model: BrainAgeModel,
-    scans: Sequence[Scan],
-    *,
-    read: Callable[[Scan], Volume] | None = None,
-    device: torch.device | str = "cpu",
+    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None
 ) -> Iterator[Prediction]:
     """A row for every scan, as it is ready. ``read`` prepares a scan; by default as the model's training did."""
     prepared = read or (lambda scan: prepare(scan, model.preprocessing))
@@ -89,7 +85,7 @@ def predict(
     for scan in scans:
         try:
             volume = prepared(scan)
-            row = _judge(model, scan, volume, device)
+            row = _judge(model, scan, volume)
         except UserError as reason:
             yield Prediction.failure(scan, str(reason))
             continue
@@ -108,12 +104,10 @@ def predict(
         yield row
 
 
-def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, device: torch.device | str) -> Prediction:
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
-    t1 = torch.from_numpy(np.array(volume.t1_XYZ)).unsqueeze(0)
-    mask = torch.from_numpy(np.array(volume.mask_XYZ)).unsqueeze(0)
-    volume_BCXYZ, mask_BXYZ = network_input(model.input, t1, mask)
-    output_FBK = model.outputs(volume_BCXYZ.to(device), mask_BXYZ.to(device), folds)
+    seen_CXYZ, mask_XYZ = whole_input(model.input, *voxels(volume))
+    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
     raw = float(model.ages(output_FBK)[0])
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")

@@ -48,10 +48,12 @@ def report(
     describe(folder, name=name, source=evaluation.config["data"]["path"], readme=readme)
     _write_predictions(evaluation, folder / "desc-heldout_brainage.tsv")
     _write_metrics(evaluation, folder / "desc-metrics_brainage.tsv")
-    write_text(folder / "model-card.md", model_card(evaluation.model, warnings=warnings(evaluation)))
+    known = warnings(evaluation)
+    card = model_card(evaluation.model, warnings=known)
+    write_text(folder / "model-card.md", card.markdown())
     album = Album(folder / "figures")
     page = Page(name, lead=RESEARCH_USE, facts=_facts(evaluation))
-    if known := warnings(evaluation):
+    if known:
         page.section("Read this first", "What to know before the figures below.", [_list(known)])
     _accuracy(page, evaluation)
     _calibration(page, evaluation, album)
@@ -59,7 +61,8 @@ def report(
     _training(page, evaluation, album)
     routing_sections(page, evaluation, album, occlusion_scans=occlusion_scans, console=console)
     _mosaics(page, evaluation)
-    page.section("Model card", "In the same words as model-card.md.", [_list(_card_lines(evaluation))])
+    statements = [part for heading in card.sections for part in (_heading(heading), _list(card.sections[heading]))]
+    page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
     return page.write(folder / "report.html")
 
 
@@ -293,10 +296,9 @@ def _write_metrics(evaluation: Evaluation, path: Path) -> None:
     write_table(path, list(rows[0]), rows)
 
 
+def _heading(text: str) -> Markup:
+    return Markup(f"<h3>{escape(text)}</h3>")
+
+
 def _list(lines: list[str]) -> Markup:
     return Markup("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>")
-
-
-def _card_lines(evaluation: Evaluation) -> list[str]:
-    card = model_card(evaluation.model, warnings=[])
-    return [line.removeprefix("- ").strip("*") for line in card.splitlines() if line.startswith(("- ", "**"))]

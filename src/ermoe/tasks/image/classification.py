@@ -158,6 +158,8 @@ def evaluate(model: nn.Module, loader: Loader, recorder: RoutingRecorder | None 
         logit_BC = model(as_model(model, batch.image)).float()
         sums += _sums(logit_BC, batch.label).cpu()
     loss, top1, top5, count = sum_over_processes(sums.to(loader.device)).tolist()
+    if not math.isfinite(loss):
+        raise UserError("the model's answers are not numbers: use an earlier checkpoint, or higher precision")
     return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
-from ermoe.data.reading import printable
+from ermoe.data.reading import is_hidden, printable
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.clip.model import CLIP
@@ -74,7 +74,8 @@ def build_index(
 ) -> Index:
     """Encodes every image file below a folder and writes the index."""
     root = Path(images)
-    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+    seen = (path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and not is_hidden(path, below=root))
+    files = sorted(path.relative_to(root).as_posix() for path in seen)
     if not files:
         raise UserError(f"{root} holds no image files: name a folder of images")
     if odd := [file for file in files if printable(file) != file]:
