@@ -22,12 +22,12 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.bench.record import commit, machine, versions
-from ermoe.data.brain.preprocess import Preprocessing
+from ermoe.brain.data.preprocess import Preprocessing
+from ermoe.brain.evaluation import Evaluation
+from ermoe.brain.metrics import figures, paired_difference
+from ermoe.brain.run import train
 from ermoe.files import replacing
-from ermoe.tasks.brain_age.evaluation import Evaluation
-from ermoe.tasks.brain_age.metrics import figures, paired_difference
-from ermoe.tasks.brain_age.run import train
+from ermoe.studies.bench.record import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results" / "brain_ixi50"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import tyro
 
-from ermoe.bench.record import commit, machine, versions
-from ermoe.data.brain.phantom import synthesize
+from ermoe.brain.data.phantom import synthesize
+from ermoe.brain.learning import default_cache
 from ermoe.files import replacing
-from ermoe.tasks.brain_age.learning import default_cache
+from ermoe.studies.bench.record import commit, machine, versions
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.bench.record import commit, machine, versions
-from ermoe.data.brain.scans import TISSUES
-from ermoe.data.brain.splits import holdout
+from ermoe.brain.batches import ScanSet, VolumeLoader
+from ermoe.brain.data.scans import TISSUES
+from ermoe.brain.data.splits import holdout
+from ermoe.brain.learning import Place, default_cache, learn, learn_regions, phantom_scans
+from ermoe.brain.learning import start as begin
+from ermoe.brain.recipes import Recipe, recipe
+from ermoe.brain.regions import RegionProbe, probe_regions
 from ermoe.files import replacing
-from ermoe.tasks.brain_age.batches import ScanSet, VolumeLoader
-from ermoe.tasks.brain_age.learning import Place, default_cache, learn, learn_regions, phantom_scans
-from ermoe.tasks.brain_age.learning import start as begin
-from ermoe.tasks.brain_age.recipes import Recipe, recipe
-from ermoe.tasks.brain_age.regions import RegionProbe, probe_regions
+from ermoe.studies.bench.record import commit, machine, versions
 from ermoe.train.distributed import Processes
 from ermoe.train.run_folder import read_lines
 

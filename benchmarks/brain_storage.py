@@ -29,12 +29,12 @@ from nibabel.processing import resample_to_output
 from rich.progress import track
 
 import ermoe
-from ermoe.bench.record import commit, machine, versions
-from ermoe.data.brain.cohort import open_cohort
-from ermoe.data.brain.mask import has_deepbet
-from ermoe.data.brain.scans import Scan
+from ermoe.brain.data.cohort import open_cohort
+from ermoe.brain.data.mask import has_deepbet
+from ermoe.brain.data.scans import Scan
+from ermoe.brain.predict import predict
 from ermoe.files import replacing
-from ermoe.tasks.brain_age.predict import predict
+from ermoe.studies.bench.record import commit, machine, versions
 
 LIMIT_YEARS = 0.01
 STORED = ("LAS", "IPL", "SRA", ".nii", "int16", "scaled", "padded")
@@ -158,8 +158,8 @@ def tilt(axis: int, degrees: float = 5.0) -> np.ndarray:
 def one_prediction(run: Path, scan: Scan) -> tuple[float, float]:
     """Seconds and peak memory in MB of a new process that loads the model and judges one scan with labels."""
     code = (
-        "import sys; from pathlib import Path; import ermoe; from ermoe.data.brain.scans import Scan\n"
-        "from ermoe.tasks.brain_age.predict import predict\n"
+        "import sys; from pathlib import Path; import ermoe; from ermoe.brain.data.scans import Scan\n"
+        "from ermoe.brain.predict import predict\n"
         "run, t1, labels = map(Path, sys.argv[1:])\n"
         "(row,) = predict(ermoe.brain.load(run).model, [Scan('sub-x', None, t1, labels=labels)])\n"
         "assert not row.problem, row.problem\n"

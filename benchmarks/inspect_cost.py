@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 
 import ermoe
-from ermoe.analysis.inspection_page import inspection_page
-from ermoe.bench.clock import compare, take_turns
-from ermoe.bench.record import Bar, Result, save, show
 from ermoe.data.images import ImagesInMemory
 from ermoe.data.loader import Loader
-from ermoe.tasks.image.classification import evaluate, transform_for
-from ermoe.tasks.image.inspect import Settings, look_into
+from ermoe.explore.inspect import Settings, look_into
+from ermoe.explore.inspection_page import inspection_page
+from ermoe.images.classification import evaluate, transform_for
+from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.record import Bar, Result, save, show
 
 
 def build_model(patch_size: int, num_classes: int) -> torch.nn.Module:

@@ -24,11 +24,11 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.bench.record import commit, machine, versions
 from ermoe.files import replacing
-from ermoe.tasks.retrieval.evaluation import evaluate
-from ermoe.tasks.retrieval.figures import RECALLS
-from ermoe.tasks.retrieval.run import train
+from ermoe.retrieval.evaluation import evaluate
+from ermoe.retrieval.figures import RECALLS
+from ermoe.retrieval.run import train
+from ermoe.studies.bench.record import commit, machine, versions
 from ermoe.train.run_folder import read_lines
 
 RESULTS = Path(__file__).parent / "results" / "flickr8k"

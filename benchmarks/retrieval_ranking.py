@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import tyro
 
-from ermoe.bench.record import commit, machine, versions
 from ermoe.files import replacing
-from ermoe.tasks.retrieval.figures import retrieve
+from ermoe.retrieval.figures import retrieve
+from ermoe.studies.bench.record import commit, machine, versions
 
 RESULT = Path(__file__).parent / "results" / "retrieval_ranking.json"
 NUM_IMAGES, NUM_TEXTS, WIDTH = 31_783, 158_915, 512

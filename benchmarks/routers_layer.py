@@ -23,11 +23,11 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 import ermoe
-from ermoe.bench.clock import compare, take_turns
-from ermoe.bench.record import Result, show
 from ermoe.files import replacing
 from ermoe.nn.registry import build_layer
 from ermoe.nn.rivals.assignment import balanced_assignment
+from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.record import Result, show
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "logit"

@@ -15,8 +15,8 @@ import timm
 import torch
 
 import ermoe
-from ermoe.bench.record import commit, machine, versions
 from ermoe.files import replacing
+from ermoe.studies.bench.record import commit, machine, versions
 
 THREADS = 1
 RESULT = Path(__file__).parent / "results" / "upcycle_vit_b16.json"

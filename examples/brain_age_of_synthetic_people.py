@@ -15,7 +15,7 @@ except ImportError as missing:
     sys.exit(0)
 
 import ermoe
-from ermoe.data.brain.phantom import synthesize
+from ermoe.brain.data.phantom import synthesize
 
 bids = synthesize("bids", subjects=12, spacing_mm=6.0)
 

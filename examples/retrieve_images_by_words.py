@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from ermoe.tasks.retrieval.evaluation import evaluate
-from ermoe.tasks.retrieval.index import build_index, write_hits
-from ermoe.tasks.retrieval.report import write_report
-from ermoe.tasks.retrieval.run import train
+from ermoe.retrieval.evaluation import evaluate
+from ermoe.retrieval.index import build_index, write_hits
+from ermoe.retrieval.report import write_report
+from ermoe.retrieval.run import train
 
 torch.set_num_threads(1)  # so small a model gains nothing from more
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ermoe._moved import forward_old_names
+from ermoe._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
-    from ermoe.data.captions.catalogue import open_captions
     from ermoe.data.catalogue import open_images
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from ermoe.nn import EigenMoE, MoE, Routing, no_weight_decay, orthogonality_loss, retract, update_balance
     from ermoe.nn.registry import build_layer
     from ermoe.nn.rivals.losses import auxiliary_loss
+    from ermoe.retrieval.captions.catalogue import open_captions
 
-__version__ = "0.1.0.dev0"
+forward_old_names()
 
 _HOME = {
     "EigenMoE": "ermoe.nn",
@@ -44,7 +47,7 @@ _HOME = {
     "load_weights": "ermoe.models.weights.foreign",
     "merge": "ermoe.models.merge",
     "no_weight_decay": "ermoe.nn",
-    "open_captions": "ermoe.data.captions.catalogue",
+    "open_captions": "ermoe.retrieval.captions.catalogue",
     "open_images": "ermoe.data.catalogue",
     "orthogonality_loss": "ermoe.nn",
     "preset": "ermoe.models.presets",
@@ -87,8 +90,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "brain":  # a module of its own, so that ermoe.brain.load(…) needs no second import
-        return import_module("ermoe.brain")
+    if name in ("brain", "images", "retrieval"):  # so that ermoe.brain.load(…) needs no second import
+        return import_module(f"ermoe.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ermoe' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -20,7 +20,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from PIL import Image
 
-import ermoe
+from ermoe._version import __version__
 from ermoe.files import replacing
 
 Markup = NewType("Markup", str)
@@ -70,10 +70,10 @@ class Page:
         template = Template(files("ermoe.analysis").joinpath("page.html").read_text(encoding="utf-8"))
         return template.substitute(
             title=escape(self.title),
-            version=escape(ermoe.__version__),
+            version=escape(__version__),
             header="\n".join(self._header),
             body="\n".join(self._sections),
-            footer=f"Written by ermoe {escape(ermoe.__version__)}.",
+            footer=f"Written by ermoe {escape(__version__)}.",
             scripts="\n".join(self._scripts),
         )
 

@@ -6,7 +6,8 @@ Letters: T tokens, E experts, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +146,23 @@ def markdown(summary: Summary) -> str:
 def columns(summary: Summary) -> list[str]:
     """The measures that have a meaning in at least one layer, in the order of `MEASURES`."""
     return [name for name in MEASURES if any(not math.isnan(f.get(name, math.nan)) for f in summary.values())]
+
+
+# What stands for all layers of a model: the worst of them, or the mean.
+_OVER_LAYERS: Mapping[str, Callable[[list[float]], float]] = {
+    "load_cv2": max,
+    "weight_cv2": max,
+    "fallback_rate": statistics.fmean,
+    "near_zero_rate": max,
+    "drop_rate": max,
+}
+
+
+def over_layers(layers: Summary) -> dict[str, float]:
+    """One figure for all layers of a model; what has no meaning for its routers is left out."""
+    figures = {}
+    for name, summarise in _OVER_LAYERS.items():
+        values = [layer[name] for layer in layers.values() if not math.isnan(layer[name])]
+        if values:
+            figures[name] = float(summarise(values))
+    return figures

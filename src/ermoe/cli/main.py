@@ -10,19 +10,31 @@ import difflib
 import sys
 from importlib import import_module
 
-import ermoe
+from ermoe._version import __version__
 from ermoe.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("ermoe.cli.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
+    "demo": (
+        "ermoe.images.demo_command",
+        "start here: train small ViTs on digits, dense and sparse, and see how they route",
+    ),
     "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
-    "brain": ("ermoe.cli.brain", "brain age from T1 scans: check, train, report, predict; research use only"),
-    "inspect": ("ermoe.cli.inspect", "see how the experts of one or more models are used, in one HTML file"),
-    "retrieve": ("ermoe.cli.retrieve", "find images by words and captions by images: train, evaluate, index, search"),
+    "brain": ("ermoe.brain.commands", "brain age from T1 scans: check, train, report, predict; research use only"),
+    "inspect": ("ermoe.explore.commands", "see how the experts of one or more models are used, in one HTML file"),
+    "retrieve": (
+        "ermoe.retrieval.commands",
+        "find images by words and captions by images: train, evaluate, index, search",
+    ),
     "info": ("ermoe.cli.info", "what a model costs, part by part, beside what the paper prints"),
     "export": ("ermoe.cli.export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
-    "paper": ("ermoe.cli.paper", "every table and figure of the paper as one command, its figures beside ours"),
-    "bench": ("ermoe.cli.bench", "time the layer and whole models beside their peers, as ratios in one run"),
+    "paper": (
+        "ermoe.studies.paper_command",
+        "every table and figure of the paper as one command, its figures beside ours",
+    ),
+    "bench": (
+        "ermoe.studies.bench_command",
+        "time the layer and whole models beside their peers, as ratios in one run",
+    ),
 }
 """Name → (module, what it does in one line)."""
 
@@ -49,7 +61,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name in ("-V", "--version", "version"):
-        print(f"ermoe {ermoe.__version__}")
+        print(f"ermoe {__version__}")
         return 0
     if name not in COMMANDS:
         raise UserError(_unknown(name))

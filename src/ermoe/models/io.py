@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ermoe import __version__
+from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.weights.checkpoints import first_line, read_checkpoint

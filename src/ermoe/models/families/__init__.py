@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -46,36 +46,46 @@ class Family(Protocol):
         """The dense model a description means, freshly initialised."""
 
 
-# The module that defines a model's class, or one of its base classes -> the adapter.
-FAMILIES = {
-    "timm.models.vision_transformer": "ermoe.models.families.timm_vit",
-    "timm.models.eva": "ermoe.models.families.timm_eva",
-    "torchvision.models.vision_transformer": "ermoe.models.families.torchvision_vit",
-    "transformers.models.vit.modeling_vit": "ermoe.models.families.hugging_face_vit",
-    "ermoe.models.vit3d": "ermoe.models.families.volume",
-    "ermoe.models.clip.model": "ermoe.models.families.clip",
-    "ermoe.models.baselines.sfcn": "ermoe.models.families.whole",
-    "ermoe.models.baselines.swin3d": "ermoe.models.families.whole",
-    "ermoe.models.baselines.single_gated": "ermoe.models.families.whole",
-    "ermoe.models.baselines.deep_moe": "ermoe.models.families.whole",
+# Name in config.json -> the adapter, and the modules that define its models' classes or their bases. Those of
+# applications are known by their address alone: loading such a model imports its application, and nothing else does.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "timm_vit": ("ermoe.models.families.timm_vit", "timm.models.vision_transformer"),
+    "timm_eva": ("ermoe.models.families.timm_eva", "timm.models.eva"),
+    "torchvision_vit": ("ermoe.models.families.torchvision_vit", "torchvision.models.vision_transformer"),
+    "hugging_face_vit": ("ermoe.models.families.hugging_face_vit", "transformers.models.vit.modeling_vit"),
+    "volume": ("ermoe.models.families.volume", "ermoe.models.vit3d"),
+    "clip": ("ermoe.retrieval.clip.adapter", "ermoe.retrieval.clip.model"),
+    "whole": (
+        "ermoe.models.families.whole",
+        "ermoe.brain.rivals.sfcn",
+        "ermoe.brain.rivals.swin3d",
+        "ermoe.images.rivals.single_gated",
+        "ermoe.images.rivals.deep_moe",
+    ),
 }
+_NAMES = {home: name for name, (_, *homes) in FAMILIES.items() for home in homes}
 
 
-def family_of(model: nn.Module) -> Family:
-    """The adapter for a model.
+def family_name(model: nn.Module) -> str:
+    """The family of a model, as a saved model calls it.
 
     >>> import timm
-    >>> family_of(timm.create_model("test_vit")).__name__
-    'ermoe.models.families.timm_vit'
+    >>> family_name(timm.create_model("test_vit"))
+    'timm_vit'
     """
     for base in type(model).__mro__:
-        if base.__module__ in FAMILIES:
-            return _adapter(base.__module__)
+        if base.__module__ in _NAMES:
+            return _NAMES[base.__module__]
     raise UserError(
         f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
         "Eva, a torchvision VisionTransformer, a Hugging Face ViT or ermoe's ViT3D, or put ermoe.EigenMoE into blocks "
         "of your own"
     )
+
+
+def family_of(model: nn.Module) -> Family:
+    """The adapter for a model."""
+    return family_named(family_name(model))
 
 
 def family_named(name: str) -> Family:
@@ -84,17 +94,13 @@ def family_named(name: str) -> Family:
     >>> family_named("timm_vit").__name__
     'ermoe.models.families.timm_vit'
     """
-    modules = {path.rpartition(".")[2]: module for module, path in FAMILIES.items()}
-    if name not in modules:
-        raise UserError(f"config.json names the unknown backbone family {name!r}: ermoe knows {', '.join(modules)}")
-    return _adapter(modules[name])
-
-
-def _adapter(module: str) -> Any:
+    if name not in FAMILIES:
+        raise UserError(f"config.json names the unknown backbone family {name!r}: ermoe knows {', '.join(FAMILIES)}")
+    adapter, home, *_ = FAMILIES[name]
     try:
-        return import_module(FAMILIES[module])
+        return cast(Family, import_module(adapter))
     except ImportError as problem:
-        library = module.partition(".")[0]
+        library = home.partition(".")[0]
         raise UserError(f"this version of {library} is not one ermoe knows ({problem}): upgrade {library}") from problem
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.models.baselines.image_level import image_level
-from ermoe.models.baselines.sfcn import SFCN
-from ermoe.models.baselines.swin3d import Swin3D
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
 
 SPARSE_BLOCK = SparseBlock
-_BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "SFCN": SFCN,
-    "Swin3D": Swin3D,
-    "SingleGatedMoEStyle": image_level,
-    "DeepMoEStyle": image_level,
+# Class in config.json -> the address of what builds it.
+_BUILDERS = {
+    "SFCN": "ermoe.brain.rivals.sfcn:SFCN",
+    "Swin3D": "ermoe.brain.rivals.swin3d:Swin3D",
+    "SingleGatedMoEStyle": "ermoe.images.rivals.image_level:image_level",
+    "DeepMoEStyle": "ermoe.images.rivals.image_level:image_level",
 }
 
 
@@ -59,7 +57,7 @@ def describe(model: Any) -> dict[str, Any]:
     if not hasattr(model, "config"):
         raise UserError(
             f"this {type(model).__name__} was built from a network of your own and cannot be written down: build it "
-            "with ermoe.models.baselines.image_level.image_level, or save its state_dict"
+            "with ermoe.images.rivals.image_level.image_level, or save its state_dict"
         )
     now = {name: getattr(model, name) for name in inspect.signature(type(model)).parameters if hasattr(model, name)}
     return {"class": type(model).__name__, **model.config, **now, "num_classes": model.num_classes}
@@ -69,4 +67,6 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
     """The network a description means, freshly initialised."""
     arguments = {name: value for name, value in description.items() if name != "class"}
     # Built on the CPU first: MONAI reads numbers from tensors while it builds, which the meta device does not have.
-    return _BUILDERS[description["class"]](**arguments).to(device)
+    module, _, builder = _BUILDERS[description["class"]].partition(":")
+    network: nn.Module = getattr(import_module(module), builder)(**arguments)
+    return network.to(device)

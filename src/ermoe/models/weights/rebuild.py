@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.models.families import family_named, family_of
+from ermoe.models.families import family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.compare import difference
@@ -21,10 +21,9 @@ def describe(model: nn.Module) -> dict[str, Any]:
     when it is loaded.
     """
     sparsity = getattr(model, "sparsity", None)
-    family = family_of(model)
     description = {
-        "family": family.__name__.rpartition(".")[2],  # type: ignore[attr-defined]
-        "dense": family.describe(model),
+        "family": family_name(model),
+        "dense": family_of(model).describe(model),
         "sparsity": None if sparsity is None else sparsity.as_options(),
         "merged": sparsity is not None and sparsity.merged,
     }

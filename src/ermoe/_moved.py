@@ -1,0 +1,100 @@
+"""Modules under the names they had before version 0.1: they still import, with a warning that names their home."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Old prefix -> new one; the longest that fits counts.
+_HOMES = {
+    "ermoe.analysis.basis_plots": "ermoe.explore.basis_plots",
+    "ermoe.analysis.gallery": "ermoe.explore.gallery",
+    "ermoe.analysis.inspection": "ermoe.explore.inspection",
+    "ermoe.analysis.inspection_page": "ermoe.explore.inspection_page",
+    "ermoe.analysis.patch_viewer": "ermoe.explore.patch_viewer",
+    "ermoe.bench": "ermoe.studies.bench",
+    "ermoe.cli.bench": "ermoe.studies.bench_command",
+    "ermoe.cli.brain": "ermoe.brain.commands",
+    "ermoe.cli.brain_data": "ermoe.brain.data_commands",
+    "ermoe.cli.demo": "ermoe.images.demo_command",
+    "ermoe.cli.inspect": "ermoe.explore.commands",
+    "ermoe.cli.paper": "ermoe.studies.paper_command",
+    "ermoe.cli.retrieve": "ermoe.retrieval.commands",
+    "ermoe.data.brain": "ermoe.brain.data",
+    "ermoe.data.captions": "ermoe.retrieval.captions",
+    "ermoe.data.check": "ermoe.images.check",
+    "ermoe.data.shapes": "ermoe.retrieval.shapes",
+    "ermoe.models.baselines": "ermoe.images.rivals",
+    "ermoe.models.baselines.clip_moe": "ermoe.retrieval.rivals.clip_moe",
+    "ermoe.models.baselines.fix_clip": "ermoe.retrieval.rivals.fix_clip",
+    "ermoe.models.baselines.long_clip": "ermoe.retrieval.rivals.long_clip",
+    "ermoe.models.baselines.sfcn": "ermoe.brain.rivals.sfcn",
+    "ermoe.models.baselines.swin3d": "ermoe.brain.rivals.swin3d",
+    "ermoe.models.brain": "ermoe.brain",
+    "ermoe.models.clip": "ermoe.retrieval.clip",
+    "ermoe.paper": "ermoe.studies.paper",
+    "ermoe.tasks.brain_age": "ermoe.brain",
+    "ermoe.tasks.brain_age.report": "ermoe.brain.reporting.page",
+    "ermoe.tasks.demo": "ermoe.images.demo",
+    "ermoe.tasks.demo_report": "ermoe.images.demo_report",
+    "ermoe.tasks.image": "ermoe.images",
+    "ermoe.tasks.image.inspect": "ermoe.explore.inspect",
+    "ermoe.tasks.retrieval": "ermoe.retrieval",
+    **{
+        f"ermoe.tasks.brain_age.{part}": f"ermoe.brain.reporting.{part}"
+        for part in ("card", "derivative", "mosaic", "occlusion", "pictures", "routing_sections")
+    },
+}
+
+_EMPTIED = "ermoe.tasks"
+"""A package of which nothing is left but the names of its former parts."""
+
+
+def home_of(name: str) -> str | None:
+    """Where a module that moved is; None if it did not move.
+
+    >>> home_of("ermoe.data.brain.cohort"), home_of("ermoe.data.images")
+    ('ermoe.brain.data.cohort', None)
+    """
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        if (home := _HOMES.get(".".join(parts[:length]))) is not None:
+            return ".".join([home, *parts[length:]])
+    return None
+
+
+class _Forwarding(MetaPathFinder, Loader):
+    """Gives the module of the new name for the old one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == _EMPTIED:
+            return ModuleSpec(fullname, self, is_package=True)
+        return None if home_of(fullname) is None else ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        home = home_of(spec.name)
+        if home is None:
+            return None
+        warnings.warn(f"{spec.name} is {home} now: import it from there", DeprecationWarning, stacklevel=2)
+        module = import_module(home)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is executed twice; the import system has put the spec of the old name into the module."""
+        spec = module.__spec__
+        if spec is not None and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+
+
+def forward_old_names() -> None:
+    """From now on old names import."""
+    if not any(isinstance(finder, _Forwarding) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Forwarding())

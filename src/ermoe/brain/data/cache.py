@@ -1,0 +1,140 @@
+"""Prepared volumes on disk, so that epochs never unpack gzip and memory does not grow with the cohort."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ermoe.brain.data.preprocess import Float, Preprocessing, Volume, prepare
+from ermoe.brain.data.problems import Problem, ScanError
+from ermoe.brain.data.scans import ProbabilityMaps, Scan, Segmentation
+from ermoe.files import replacing
+
+_FORMAT = 1  # to be raised when `prepare` changes what it returns
+_SHARE_LEVELS = 255
+
+
+class VolumeCache:
+    """Prepares a scan the first time it is asked for and maps it from disk ever after.
+
+    An entry belongs to the files of the scan as they are (path, size and time of change) and to the preprocessing, so
+    a changed file or option is prepared anew. Several processes may share a folder. A volume of 96 × 112 × 96 voxels
+    takes 5 MB, and 3 MB more with tissue, which is kept in steps of 1/255.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], preprocessing: Preprocessing) -> None:
+        self.folder = Path(folder)
+        self.preprocessing = preprocessing
+
+    def volume(self, scan: Scan, *, with_tissue: bool = False) -> Volume:
+        """The volume of a scan; its arrays are copy-on-write maps of files, so writing to them harms nothing.
+
+        ``tissue_3XYZ`` is None unless ``with_tissue`` and the scan has tissue maps.
+        """
+        stem = self.folder / self.key(scan)
+        about = _about(stem)
+        if about is None:
+            about = self._store(scan, stem)
+        tissue_3XYZ: Float | None = None
+        if with_tissue and about["has_tissue"]:
+            tissue_3XYZ = np.divide(_map(stem, "tissue"), _SHARE_LEVELS, dtype=np.float32)
+        return Volume(
+            _map(stem, "t1"), _map(stem, "mask"), tissue_3XYZ, about["mask_source"], np.array(about["affine"])
+        )
+
+    def fill(
+        self, scans: Sequence[Scan], *, on_scan: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[Problem]:
+        """Prepares all scans; what is wrong with those that cannot be is returned."""
+        problems = []
+        for done, scan in enumerate(scans, start=1):
+            try:
+                self.volume(scan)
+            except ScanError as wrong:
+                problems.append(wrong.problem)
+            on_scan(done, len(scans))
+        return problems
+
+    def key(self, scan: Scan) -> str:
+        """Name of the scan's entry."""
+        content = {
+            "format": _FORMAT,
+            "preprocessing": self.preprocessing.to_dict(),
+            "files": [_state(path) for path in _files(scan)],
+            "tissue": _codes(scan),
+            "mask": "file" if scan.mask or scan.labels else _mask_tool(),
+        }
+        digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
+        return f"{scan.key}-{digest}"
+
+    def _store(self, scan: Scan, stem: Path) -> dict[str, Any]:
+        volume = prepare(scan, self.preprocessing, with_tissue=True)
+        _write(stem, "t1", volume.t1_XYZ)
+        _write(stem, "mask", volume.mask_XYZ)
+        if volume.tissue_3XYZ is not None:
+            _write(stem, "tissue", np.rint(volume.tissue_3XYZ * _SHARE_LEVELS).astype(np.uint8))
+        about = {
+            "mask_source": volume.mask_source,
+            "has_tissue": volume.tissue_3XYZ is not None,
+            "affine": volume.affine.tolist(),
+        }
+        # Last, because an entry counts as complete when this file is there.
+        with replacing(f"{stem}.json") as draft:
+            draft.write_text(json.dumps(about))
+        return about
+
+
+def _about(stem: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(Path(f"{stem}.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _map(stem: Path, part: str) -> NDArray[Any]:
+    return np.load(f"{stem}.{part}.npy", mmap_mode="c", allow_pickle=False)
+
+
+def _write(stem: Path, part: str, array: NDArray[Any]) -> None:
+    with replacing(f"{stem}.{part}.npy") as draft:
+        np.save(draft, array, allow_pickle=False)
+
+
+def _files(scan: Scan) -> list[Path]:
+    tissue: list[Path] = []
+    if isinstance(scan.tissue, Segmentation):
+        tissue = [scan.tissue.path]
+    elif isinstance(scan.tissue, ProbabilityMaps):
+        tissue = list(scan.tissue.paths.values())
+    return [path for path in (scan.t1, scan.mask, scan.labels, *tissue) if path is not None]
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    try:
+        state = path.stat()
+    except OSError:
+        return str(path.resolve()), -1, -1
+    return str(path.resolve()), state.st_size, state.st_mtime_ns
+
+
+def _codes(scan: Scan) -> dict[str, list[int]] | None:
+    return (
+        {key: list(codes) for key, codes in scan.tissue.codes.items()}
+        if isinstance(scan.tissue, Segmentation)
+        else None
+    )
+
+
+def _mask_tool() -> str:
+    try:
+        return f"deepbet {version('deepbet')}"
+    except PackageNotFoundError:
+        return "stripped"

@@ -1,0 +1,249 @@
+"""Joining scans with the rows of their tables: by id, never by order, and only where an age is certain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from ermoe.brain.data.demographics import AgeError, SexError, SexReader, read_age
+from ermoe.brain.data.identity import canonical_id, look_alikes, prefixed
+from ermoe.brain.data.problems import Problem, Severity
+from ermoe.brain.data.scans import Sex
+from ermoe.brain.data.table import Table, given
+from ermoe.errors import UserError
+
+Key = tuple[str, str | None]
+_SITE = ("site", "site_id", "center", "centre")
+_SECONDS_A_YEAR = 365.25 * 86400
+_KNOWN = {"participant_id", "session_id", "age", "sex", *_SITE}
+
+
+@dataclass(slots=True)
+class People:
+    """The rows of a table by (participant, session); session None where the table has no sessions."""
+
+    path: Path
+    rows: dict[Key, dict[str, str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, table: Table) -> People:
+        """Rows that come twice are reported, whether or not they say the same."""
+        if not table.has("participant_id"):
+            raise UserError(f"{table.path} has no column participant_id: rows are joined with scans by it")
+        people = cls(table.path)
+        for row in table.rows:
+            participant_id = given(row.get("participant_id"))
+            if participant_id is None:
+                people.problems.append(Problem("error", None, table.path, "has a row without a participant_id"))
+                continue
+            session = given(row.get("session_id"))
+            key = prefixed(participant_id), None if session is None else prefixed(session, "ses-")
+            if key in people.rows:
+                people.problems.append(
+                    Problem(
+                        "error",
+                        "_".join(part for part in key if part),
+                        table.path,
+                        "has more than one row for it",
+                        "delete all but one, or tell them apart with a column session_id",
+                    )
+                )
+            people.rows.setdefault(key, row)
+        return people
+
+    def row(self, participant_id: str, session_id: str | None) -> dict[str, str] | None:
+        """The row of a session, else the row of the person."""
+        return self.rows.get((participant_id, session_id)) or self.rows.get((participant_id, None))
+
+    def has_sessions(self, participant_id: str) -> bool:
+        return any(person == participant_id and session is not None for person, session in self.rows)
+
+    @property
+    def participant_ids(self) -> list[str]:
+        return list(dict.fromkeys(person for person, _ in self.rows))
+
+
+def same_person_twice(ids: Iterable[str], path: Path) -> list[Problem]:
+    """An error for every group of ids that may be one person."""
+    return [
+        Problem(
+            "error",
+            group[0],
+            path,
+            f"spells what may be one person in several ways, {', '.join(map(repr, group))}",
+            "give one person one id, or the person could be trained on and tested",
+        )
+        for group in look_alikes(ids)
+    ]
+
+
+def mismatches(people: People, scanned: Sequence[str]) -> list[Problem]:
+    """People with a row and no scan, or with a scan and no row; an id that is nearly there is an error."""
+    with_row, with_scan = set(people.participant_ids), set(scanned)
+    nearly = {canonical_id(participant_id): participant_id for participant_id in with_scan}
+    found = []
+    for participant_id in sorted(with_row - with_scan):
+        other = nearly.get(canonical_id(participant_id))
+        if other is None:
+            what = "has a row for it and there is no T1w scan"
+            found.append(Problem("warning", participant_id, people.path, what, "it is left out"))
+        else:
+            what = f"spells {other!r} as {participant_id!r}"
+            found.append(Problem("error", other, people.path, what, "use the id of the folder in the table"))
+    close = {canonical_id(participant_id) for participant_id in with_row}
+    for participant_id in sorted(with_scan - with_row):
+        if canonical_id(participant_id) not in close:
+            found.append(Problem("warning", participant_id, people.path, "has no row for it", "its age is unknown"))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a table says of one scan."""
+
+    age: float | None
+    sex: Sex | None
+    site: str | None
+    columns: Mapping[str, str]
+
+
+def describe(
+    row: Mapping[str, str], key: str, path: Path, reader: SexReader, *, age: AgeText
+) -> tuple[Described, list[Problem]]:
+    """Reads a row; ``age`` is the one that holds for this scan."""
+    problems: list[Problem] = []
+    site = next((given(row[name]) for name in _SITE if name in row and given(row[name])), None)
+    further = {name: text for name, text in row.items() if name not in _KNOWN and given(text) is not None}
+    years, sex = _age(age, key, problems), _sex(row, key, path, reader, problems)
+    return Described(years, sex, site, further), problems
+
+
+def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
+    if age.text is None:
+        problems.append(Problem("warning", key, age.path, "gives no age", "the scan is left out of training"))
+        return None
+    try:
+        return read_age(age.text)
+    except AgeError as wrong:
+        severity: Severity = "warning" if wrong.is_limit else "error"
+        problems.append(Problem(severity, key, age.path, str(wrong), wrong.remedy))
+        return None
+
+
+def _sex(row: Mapping[str, str], key: str, path: Path, reader: SexReader, problems: list[Problem]) -> Sex | None:
+    text = given(row.get("sex") or row.get("gender"))
+    if text is None:
+        return None
+    try:
+        return reader(text)
+    except SexError as wrong:
+        remedy = "declare it, for example with --sex-coding 1=M 2=F or with Levels in participants.json"
+        problems.append(Problem("error", key, path, str(wrong), remedy))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AgeText:
+    """An age as a file spells it; None where there is none."""
+
+    text: str | None
+    path: Path
+
+
+def session_ages(
+    participant_id: str,
+    sessions: Sequence[str | None],
+    people: People,
+    session_table: Table | None,
+    *,
+    visits: Sequence[str] = (),
+    age_is_baseline: bool,
+) -> tuple[dict[str | None, AgeText], list[Problem]]:
+    """The age at each of ``sessions`` of one person; ``visits`` are further ones, of which no T1 is used.
+
+    A person's one age holds for a single visit. For several, each session needs its own; with ``age_is_baseline`` the
+    one age is that of the first, and later ones get theirs from ``acq_time`` if the sessions file has it.
+    """
+    listed = _sessions_listed(session_table)
+    found = {session: _own_age(participant_id, session, people, session_table) for session in sessions}
+    general = given((people.rows.get((participant_id, None)) or {}).get("age"))
+    everyone = list(dict.fromkeys([*sessions, *visits, *listed]))
+    if general is None or all(age.text for age in found.values()):
+        return found, []
+    if len(everyone) == 1:
+        return {session: AgeText(general, people.path) for session in sessions}, []
+    named = ", ".join(map(str, everyone))
+    remedy = f"write the age at each session into {participant_id}_sessions.tsv"
+    if not age_is_baseline:
+        what = f"gives one age for {len(everyone)} sessions, {named}"
+        return found, [Problem("error", participant_id, people.path, what, f"{remedy}, or use --age-is-baseline")]
+    first = _first_visit(everyone, listed)
+    if first is None:
+        what = f"gives the age at the first of the sessions {named}, and neither times nor numbers say which that is"
+        return found, [Problem("error", participant_id, people.path, what, f"{remedy}, or the time as acq_time")]
+    return _aged_since(first[0], general, people.path, found, listed), []
+
+
+def _own_age(participant_id: str, session: str | None, people: People, session_table: Table | None) -> AgeText:
+    """The age that a table gives for this very session."""
+    row = {} if session is None else people.rows.get((participant_id, session)) or {}
+    if text := given(row.get("age")):
+        return AgeText(text, people.path)
+    listed = given(_sessions_listed(session_table).get(session, {}).get("age"))
+    return AgeText(listed, people.path if session_table is None or listed is None else session_table.path)
+
+
+def _first_visit(
+    sessions: Sequence[str | None], listed: Mapping[str | None, Mapping[str, str]]
+) -> tuple[str | None] | None:
+    """The earliest session by its time, else by its number; None if neither is known of all."""
+    times = {session: _time(listed.get(session, {})) for session in sessions}
+    if all(times.values()):
+        return (min(sessions, key=lambda session: times[session] or datetime.max),)
+    parts = [re.fullmatch(r"ses-(\D*)(\d+)", session or "") for session in sessions]
+    if not all(parts) or len({part[1].casefold() for part in parts if part}) > 1:
+        return None
+    numbers = {session: int(part[2]) for session, part in zip(sessions, parts, strict=True) if part}
+    return (min(sessions, key=lambda session: numbers[session]),)
+
+
+def _aged_since(
+    first: str | None,
+    baseline: str,
+    path: Path,
+    found: dict[str | None, AgeText],
+    listed: Mapping[str | None, Mapping[str, str]],
+) -> dict[str | None, AgeText]:
+    """Ages by the time since the first visit, where both times are known."""
+    start = _time(listed.get(first, {}))
+    aged = dict(found)
+    for session in (session for session, age in found.items() if age.text is None):
+        now = _time(listed.get(session, {}))
+        if session == first:
+            aged[session] = AgeText(baseline, path)
+        elif start and now:
+            try:
+                years = read_age(baseline) + (now - start).total_seconds() / _SECONDS_A_YEAR
+            except AgeError:
+                aged[session] = AgeText(baseline, path)  # whoever reads it says what is wrong with it
+            else:
+                aged[session] = AgeText(f"{years:.6g}", path)
+    return aged
+
+
+def _sessions_listed(table: Table | None) -> dict[str | None, dict[str, str]]:
+    if table is None:
+        return {}
+    return {prefixed(row["session_id"], "ses-"): row for row in table.rows if given(row.get("session_id"))}
+
+
+def _time(row: Mapping[str, str]) -> datetime | None:
+    text = given(row.get("acq_time"))
+    try:
+        return None if text is None else datetime.fromisoformat(text).replace(tzinfo=None)
+    except ValueError:
+        return None

@@ -1,0 +1,153 @@
+"""A phantom cohort as a BIDS data set that is marked synthetic."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ermoe._version import __version__
+from ermoe.brain.data.phantom.anatomy import Anatomy, grow
+from ermoe.brain.data.phantom.atlas import atlas
+from ermoe.brain.data.phantom.people import Person, Visit, draw_person
+from ermoe.brain.data.phantom.picture import brain_mask_of, scan_image
+from ermoe.brain.data.phantom.tables import write_tables
+from ermoe.errors import UserError
+from ermoe.files import replacing
+
+_GRID_MM = (182.0, 218.0, 182.0)
+_SHARE_LEVELS = 255
+
+
+def synthesize(
+    out: str | os.PathLike[str],
+    subjects: int,
+    seed: int = 0,
+    *,
+    confounded: bool = False,
+    sessions: int | Sequence[int] = 1,
+    ages: tuple[float, float] = (45.0, 90.0),
+    spacing_mm: float = 2.0,
+    on_subject: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Writes the cohort and returns its root; people that are there already are not made again.
+
+    Args:
+        subjects: number of people. A larger number later adds people and changes nobody.
+        confounded: old people are scanned at other sites than young ones.
+        sessions: visits of everybody, or the numbers to draw from, for example (1, 2, 3); a year or two apart.
+        ages: youngest and oldest at the first visit.
+        spacing_mm: edge of the voxels.
+        on_subject: called with (done, total) after each person.
+    """
+    counts = (sessions,) if isinstance(sessions, int) else tuple(sessions)
+    _refuse_nonsense(subjects, counts, ages, spacing_mm)
+    root = Path(out)
+    recipe = {
+        "seed": seed,
+        "confounded": confounded,
+        "sessions": list(counts),
+        "ages": list(map(float, ages)),
+        "spacing_mm": spacing_mm,
+    }
+    _claim(root, recipe)
+    people = [draw_person(index, seed, ages=ages, sessions=counts, confounded=confounded) for index in range(subjects)]
+    truth = []
+    for done, person in enumerate(people, start=1):
+        truth += [_visit(root, person, visit, spacing_mm) for visit in person.visits]
+        on_subject(done, subjects)
+    write_tables(root, people, truth, has_sessions=people[0].visits[0].session_id is not None)
+    return root
+
+
+def _refuse_nonsense(subjects: int, sessions: tuple[int, ...], ages: tuple[float, float], spacing_mm: float) -> None:
+    if not 1 <= subjects <= 9999:
+        raise UserError(f"subjects={subjects}: need 1 to 9999")
+    if not sessions or min(sessions) < 1:
+        raise UserError(f"sessions={sessions}: need at least one visit a person")
+    if not 18 <= ages[0] <= ages[1] <= 95:
+        raise UserError(f"ages={ages}: need youngest and oldest between 18 and 95, where the ageing curves hold")
+    if not 1 <= spacing_mm <= 8:
+        raise UserError(f"spacing_mm={spacing_mm}: need 1 to 8 mm")
+
+
+def _claim(root: Path, recipe: Mapping[str, Any]) -> None:
+    """Marks an empty folder as ours; a folder of another recipe, or of somebody else, is left alone."""
+    path = root / "dataset_description.json"
+    description = {
+        "Name": "Synthetic phantom cohort of ageing brains (no real people)",
+        "BIDSVersion": "1.10.0",
+        "DatasetType": "raw",
+        "License": "CC0",
+        "Authors": ["ermoe brain synthesize"],
+        "GeneratedBy": [{"Name": "ermoe brain synthesize", "Version": __version__, "Description": json.dumps(recipe)}],
+        "HowToAcknowledge": "Built from the ICBM152 2009 tissue maps of the Montreal Neurological Institute.",
+    }
+    if path.is_file():
+        known = json.loads(path.read_text()).get("GeneratedBy", [{}])[0].get("Description")
+        if known != json.dumps(recipe):
+            raise UserError(f"{root} holds a data set of another recipe ({known}): choose another folder, or delete it")
+    elif root.is_dir() and any(root.iterdir()):
+        raise UserError(f"{root} is not empty: choose a new folder")
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(description, indent=2) + "\n")
+
+
+def _visit(root: Path, person: Person, visit: Visit, spacing_mm: float) -> dict[str, Any]:
+    """Makes the images of a visit unless they are there, and returns what they truly show."""
+    name = "_".join(part for part in (person.participant_id, visit.session_id) if part)
+    folder = Path(person.participant_id, visit.session_id or ".", "anat")
+    t1 = root / folder / f"{name}_T1w.nii.gz"
+    maps = root / "derivatives" / "synth" / folder
+    record = maps / f"{name}_desc-brain_mask.json"
+    if t1.is_file() and record.is_file():
+        return json.loads(record.read_text())["Truth"]
+    x, y, z = (round(edge / spacing_mm) for edge in _GRID_MM)
+    anatomy = grow(atlas(), person, visit, shape=(x, y, z), spacing_mm=spacing_mm)
+    image = scan_image(anatomy, person, visit, spacing_mm=spacing_mm)
+    for label, share in (("WM", anatomy.white_XYZ), ("GM", anatomy.grey_XYZ), ("CSF", anatomy.csf_XYZ)):
+        levels = np.rint(np.clip(share, 0, 1) * _SHARE_LEVELS).astype(np.uint8)
+        _write(maps / f"{name}_label-{label}_probseg.nii.gz", levels, anatomy.affine, slope=1 / _SHARE_LEVELS)
+    _write(maps / f"{name}_desc-brain_mask.nii.gz", brain_mask_of(anatomy).astype(np.uint8), anatomy.affine)
+    truth = _truth(anatomy, person, visit, spacing_mm)
+    with replacing(record) as draft:
+        draft.write_text(json.dumps({"Type": "Brain", "Truth": truth}, indent=1))
+    _write(t1, image, anatomy.affine)  # last, because it marks the visit as complete
+    return truth
+
+
+def _truth(anatomy: Anatomy, person: Person, visit: Visit, spacing_mm: float) -> dict[str, Any]:
+    voxel_ml = spacing_mm**3 / 1000
+    volumes = {
+        f"{name}_ml": round(float(share.sum()) * voxel_ml, 2)
+        for name, share in (("wm", anatomy.white_XYZ), ("gm", anatomy.grey_XYZ), ("csf", anatomy.csf_XYZ))
+    }
+    return {
+        "participant_id": person.participant_id,
+        "session_id": visit.session_id or "n/a",
+        "age": visit.age,
+        "gap": round(visit.brain_age - visit.age, 3),
+        **volumes,
+        "ventricle_percent": round(visit.ventricle_percent, 3),
+        "lesion_ml": round(visit.lesion_ml, 3),
+    }
+
+
+def _write(path: Path, data: NDArray[Any], affine: NDArray[np.float64], *, slope: float = 1.0) -> None:
+    import nibabel
+
+    image = nibabel.Nifti1Image(data, affine)
+    image.header.set_xyzt_units("mm", "sec")
+    image.set_sform(affine, 1)
+    image.set_qform(affine, 1)
+    if slope != 1.0:
+        image.header.set_slope_inter(slope, 0)
+    with replacing(path) as draft:
+        # Without a time in the gzip header equal phantoms are equal files.
+        draft.write_bytes(gzip.compress(image.to_bytes(), compresslevel=3, mtime=0))

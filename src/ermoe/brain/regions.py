@@ -1,0 +1,307 @@
+"""Region experts: forcing tokens of isolated tissues to the tissues' own experts, and probing who is chosen freely.
+
+Experts 0, 1, 2 of every layer are those of white matter, grey matter and fluid; the others are free.
+
+Letters: B volumes, G = B groups of S tokens, T = G·S tokens, D width, E experts, K experts per token, r routing rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.analysis.recorder import moe_layers
+from ermoe.brain.batches import ScanSet, VolumeBatch, VolumeLoader
+from ermoe.brain.data.scans import TISSUES
+from ermoe.brain.estimation import Estimation, as_model
+from ermoe.errors import UserError
+from ermoe.nn import Routing
+from ermoe.nn.routers import TopKRouter
+from ermoe.nn.scores import PrototypeScore, cosine, project
+
+NUM_REGIONS = len(TISSUES)
+_SHARPNESS = 0.1
+
+
+def expert_name(expert: int) -> str:
+    """The paper's names.
+
+    >>> expert_name(2), expert_name(3)
+    ('csf_expert', 'free_expert0')
+    """
+    return f"{TISSUES[expert]}_expert" if expert < NUM_REGIONS else f"free_expert{expert - NUM_REGIONS}"
+
+
+class ForcedRouter(TopKRouter):
+    """A `TopKRouter` that, for a while, sends all tokens of a volume to one expert and counts nothing."""
+
+    expert_G: Tensor
+
+    def forward(
+        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+    ) -> Routing:
+        """Weight 1 on the expert of each group; scores are what they would have been."""
+        context_TD = None if context_GSD is None else context_GSD.flatten(0, 1)
+        expert_T1 = self.expert_G.to(x_GSD.device).repeat_interleave(x_GSD.shape[1]).unsqueeze(1)
+        kept_T1 = None if mask_GS is None else mask_GS.reshape(-1, 1)
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        weight_T1 = torch.ones(expert_T1.shape, dtype=x_GSD.dtype, device=x_GSD.device)
+        return Routing.from_choice(
+            expert_T1,
+            weight_T1,
+            num_experts=self.num_experts,
+            kept_TK=kept_T1,
+            mask_T=mask_T,
+            score_TE=self.score(x_GSD.flatten(0, 1), context_TD, basis_EDR),
+        )
+
+    def observe(self, routing: Routing) -> None:
+        """Offsets learn nothing from choices that were not free."""
+
+
+@contextmanager
+def forced(model: nn.Module, expert_G: Tensor) -> Iterator[list[Routing]]:
+    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``; yields what they did.
+
+    Routers change their class and keep their parameters and names, so optimisers and checkpoints notice nothing.
+    """
+    layers = list(moe_layers(model).values())
+    routers: list[Any] = [getattr(layer, "router", None) for layer in layers]
+    if not all(type(router) is TopKRouter for router in routers):
+        raise UserError("only the routers of ERMoE layers can be forced: build the model with method 'ermoe'")
+    for router in routers:
+        router.__class__, router.expert_G = ForcedRouter, expert_G
+    routings: list[Routing] = []
+    for layer in layers:
+        layer.observers.append(routings.append)
+    try:
+        yield routings
+    finally:
+        for layer in layers:
+            layer.observers.remove(routings.append)
+        for router in routers:
+            router.__class__ = TopKRouter
+            del router.expert_G
+
+
+class RegionWarmStart(Estimation):
+    """Trains each region expert on volumes that hold nothing but its tissue.
+
+    The training set is a `ScanSet` with ``regions=True``; everything that is not an expert is trained along. Beside
+    the loss of the ages, scores learn to tell tissues apart: the cross-entropy of softmax(score / 0.1) with the
+    tissue's own expert, over the cubes that contain the tissue. Otherwise nothing would keep the bases of two region
+    experts from seeing both tissues alike. ψ of the region experts is the mean direction of the batch's own tokens
+    here, as `point_prototypes` will set it afterwards, so that bases learn to separate tissues with that ψ.
+    """
+
+    def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
+        assert batch.region_B is not None
+        layers = moe_layers(self.model)
+        with forced(self.model, batch.region_B), _entering(layers) as seen:
+            loss = super().loss(network, batch)
+        recognition = [_recognition_loss(layer, *seen[name], batch.region_B) for name, layer in layers.items()]
+        return loss + torch.stack(recognition).mean()
+
+
+def _recognition_loss(
+    layer: Any, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor, region_G: Tensor
+) -> Tensor:
+    score = _score(layer)
+    own_GS = region_G.unsqueeze(1).expand(mask_GS.shape)
+    cube_GS = mask_GS.clone()
+    cube_GS[:, 0] = False  # the class token is no place
+    basis_EDR = layer.experts.token_basis
+    if isinstance(score, PrototypeScore):
+        sum_Rr = _direction_sums(layer, x_GSD, mask_GS, region_G)
+        psi_Er = torch.cat([sum_Rr, score.psi[NUM_REGIONS:]])
+        basis_EDr = score._routing_basis(basis_EDR)
+        assert basis_EDr is not None
+        score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)
+    else:
+        score_TE = score(x_GSD[cube_GS], None if context_GSD is None else context_GSD[cube_GS], basis_EDR)
+    return nn.functional.cross_entropy(score_TE / _SHARPNESS, own_GS[cube_GS])
+
+
+class ProbedEstimation(Estimation):
+    """`Estimation` that, after chosen epochs, also writes down which experts isolated tissues would choose."""
+
+    def __init__(self, *args: Any, probe: ScanSet | None = None, probe_epochs: tuple[int, ...] = (), **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.probe_epochs = probe_epochs
+        self.probe_loader = None if probe is None else VolumeLoader(probe, device=self.loader.device)
+
+    def evaluate(self) -> dict[str, float]:
+        """Errors, and after chosen epochs ``probe/TISSUE/EXPERT``: mean plain scores at the last expert layer."""
+        found = super().evaluate()
+        if self.probe_loader is not None and self._epoch + 1 in self.probe_epochs:
+            score_RE = probe_regions(self.model, self.probe_loader).score_RE
+            for tissue, score_E in zip(TISSUES, score_RE.tolist(), strict=True):
+                found |= {f"probe/{tissue}/{expert_name(expert)}": score for expert, score in enumerate(score_E)}
+        return found
+
+
+@torch.no_grad()
+def point_prototypes(model: nn.Module, loader: VolumeLoader) -> None:
+    """Sets ψ of every region expert to the mean direction of its tissue's tokens in its own basis.
+
+    ψ_e ∝ Σ_T Uᵀx / ‖Uᵀx‖ over the tokens that contain tissue e, as they enter the layer while routing is forced. Layers
+    whose score has no ψ are left alone.
+    """
+    layers = {name: layer for name, layer in moe_layers(model).items() if isinstance(_score(layer), PrototypeScore)}
+    sums = {name: torch.zeros_like(_score(layer).psi[:NUM_REGIONS]) for name, layer in layers.items()}
+    model.eval()
+    for (batch,) in loader.epoch():
+        assert batch.region_B is not None
+        with forced(model, batch.region_B), _entering(layers) as seen:
+            model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
+        for name, (x_GSD, _, mask_GS) in seen.items():
+            sums[name] += _direction_sums(layers[name], x_GSD, mask_GS, batch.region_B)
+    for name, layer in layers.items():
+        length = sums[name].norm(dim=1, keepdim=True)
+        _score(layer).psi[:NUM_REGIONS] = torch.where(length > 0, sums[name] / length, _score(layer).psi[:NUM_REGIONS])
+
+
+def _direction_sums(layer: Any, x_GSD: Tensor, mask_GS: Tensor, region_G: Tensor) -> Tensor:
+    """Σ Uᵀx / ‖Uᵀx‖ over the cubes of each region, (3, r); the class token, which is no place, is left out."""
+    score = _score(layer)
+    basis_EDr = score._routing_basis(layer.experts.token_basis)
+    direction_TEr = nn.functional.normalize(project(x_GSD[:, 1:].flatten(0, 1), basis_EDr), dim=-1)
+    direction_GSEr = direction_TEr.view(*x_GSD[:, 1:].shape[:2], *direction_TEr.shape[1:])
+    total = []
+    for region in range(NUM_REGIONS):
+        wanted_GS = mask_GS[:, 1:] & (region_G == region).unsqueeze(1)
+        total.append(direction_GSEr[wanted_GS][:, region].sum(0))
+    return torch.stack(total)
+
+
+def _score(layer: Any) -> Any:
+    return getattr(getattr(layer, "router", None), "score", None)
+
+
+@contextmanager
+def _entering(layers: dict[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor | None, Tensor]]]:
+    """Collects what enters each layer in one forward pass: tokens, their context and which of them are real."""
+    seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
+
+    def remember(name: str) -> Any:
+        def keep(x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> None:
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            seen[name] = (x, context, real)
+
+        return lambda module, args, kwargs: keep(*args, **kwargs)
+
+    handles = [layer.register_forward_pre_hook(remember(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class RegionProbe:
+    """Mean plain scores (3, E) of isolated tissues at the last expert layer: row wm, gm, csf, column expert."""
+
+    score_RE: Tensor
+    num_tokens: tuple[int, int, int]
+
+    def top(self, region: int, number: int = 2) -> list[tuple[str, float]]:
+        """The best experts of a region with their mean scores."""
+        order = self.score_RE[region].argsort(descending=True, stable=True)[:number].tolist()
+        return [(expert_name(expert), float(self.score_RE[region, expert])) for expert in order]
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The best expert of each region; (0, 1, 2) when each goes to its own."""
+        return tuple(int(expert) for expert in self.score_RE.argmax(1))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "score": [[round(value, 4) for value in row] for row in self.score_RE.tolist()],
+            "num_tokens": list(self.num_tokens),
+            "top": {tissue: self.top(number) for number, tissue in enumerate(TISSUES)},
+        }
+
+
+@torch.no_grad()
+def probe_regions(model: nn.Module, loader: VolumeLoader) -> RegionProbe:
+    """Which experts isolated tissues of held-out people score highest: tokens that contain the tissue, no offsets."""
+    layers = moe_layers(model)
+    if not layers:
+        raise UserError("the region probe needs a model with experts: this one has none")
+    layer = list(layers.values())[-1]
+    routings: list[Routing] = []
+    total_RE = torch.zeros(NUM_REGIONS, layer.experts.num_experts, dtype=torch.float64)
+    count_R = torch.zeros(NUM_REGIONS, dtype=torch.float64)
+    model.eval()
+    layer.observers.append(routings.append)
+    try:
+        for (batch,) in loader.epoch():
+            model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
+            score_GSE, real_GS = token_scores(routings.pop(), len(batch.age_B))
+            assert batch.region_B is not None
+            for region in range(NUM_REGIONS):
+                wanted_GS = real_GS & (batch.region_B.cpu() == region).unsqueeze(1)
+                total_RE[region] += score_GSE[wanted_GS].sum(0)
+                count_R[region] += wanted_GS.sum()
+    finally:
+        layer.observers.remove(routings.append)
+    counts = count_R.long().tolist()
+    return RegionProbe(total_RE / count_R.clamp_min(1).unsqueeze(1), (counts[0], counts[1], counts[2]))
+
+
+def token_scores(routing: Routing, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Scores (G, S − 1, E) of the cubes in float64 and which of them are real, the class token left out."""
+    assert routing.score_TE is not None
+    score_GSE = routing.score_TE.detach().double().cpu().view(num_groups, -1, routing.num_experts)
+    if routing.mask_T is None:
+        real_GS = torch.ones(score_GSE.shape[:2], dtype=torch.bool)
+    else:
+        real_GS = routing.mask_T.cpu().view(num_groups, -1)
+    return score_GSE[:, 1:], real_GS[:, 1:]
+
+
+@torch.no_grad()
+def tissue_score_correlation(model: nn.Module, volumes: ScanSet, *, patch_size: int, batch_size: int = 8) -> Tensor:
+    """Correlation (3, E) over the cubes of whole scans: share of a tissue in a cube with its score for an expert.
+
+    ``volumes`` is a `ScanSet` of whole scans that have tissue maps; the last expert layer is read.
+    """
+    layer = list(moe_layers(model).values())[-1]
+    routings: list[Routing] = []
+    shares, scores = [], []
+    model.eval()
+    layer.observers.append(routings.append)
+    try:
+        for index_B in torch.arange(len(volumes)).split(batch_size):
+            batch = volumes.batch(index_B.numpy())
+            model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
+            score_GSE, real_GS = token_scores(routings.pop(), len(index_B))
+            for number, index in enumerate(index_B.tolist()):
+                real_S = real_GS[number]
+                shares.append(_cube_shares(volumes, index, patch_size)[real_S])
+                scores.append(score_GSE[number][real_S])
+    finally:
+        layer.observers.remove(routings.append)
+    return _correlation(torch.cat(shares), torch.cat(scores))
+
+
+def _cube_shares(volumes: ScanSet, index: int, patch_size: int) -> Tensor:
+    """Mean share of each tissue in every cube, (S, 3), in the order of tokens."""
+    volume = volumes.cache.volume(volumes.scans[index], with_tissue=True)
+    tissue = torch.tensor(volume.tissue_3XYZ).unsqueeze(0).float()
+    pooled = nn.functional.avg_pool3d(tissue, patch_size, ceil_mode=True, count_include_pad=True)
+    return pooled.flatten(2)[0].T.double()
+
+
+def _correlation(a_NR: Tensor, b_NE: Tensor) -> Tensor:
+    a_NR, b_NE = a_NR - a_NR.mean(0), b_NE - b_NE.mean(0)
+    product_RE = a_NR.T @ b_NE
+    length_RE = a_NR.norm(dim=0).unsqueeze(1) * b_NE.norm(dim=0)
+    return torch.where(length_RE > 1e-12, product_RE / length_RE.clamp_min(1e-12), torch.zeros_like(product_RE))

@@ -1,0 +1,172 @@
+"""Pictures of a brain-age run. Each function makes one figure, as wide as a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from ermoe.analysis.plots import ACCENT, INK, LINE, MUTED, expert_colours, style
+from ermoe.brain.data.scans import TISSUES
+from ermoe.brain.regions import NUM_REGIONS, expert_name
+
+Array = NDArray[np.float64]
+SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
+SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
+PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}
+
+
+def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
+    """Predicted against chronological age of one sex, with the identity and the fitted line."""
+    with style():
+        drawing = Figure(figsize=(4.1, 3.7), layout="constrained")
+        axes = drawing.subplots()
+        low, high = _range(np.concatenate([age_N, predicted_N]))
+        axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="identity")
+        axes.scatter(age_N, predicted_N, s=16, color=SEX_COLOURS[sex], alpha=0.8, linewidths=0)
+        if len(age_N) >= 3 and np.ptp(age_N) > 0:
+            slope, intercept = np.polyfit(age_N, predicted_N, 1)
+            ends = np.array([age_N.min(), age_N.max()])
+            label = f"{intercept:.1f} {slope:+.2f} · age"
+            axes.plot(ends, intercept + slope * ends, color=SEX_COLOURS[sex], linewidth=1.8, label=label)
+        axes.set(xlim=(low, high), ylim=(low, high), xlabel="chronological age", ylabel="predicted age")
+        axes.set_title(f"{SEX_NAMES[sex]}, {len(age_N)} scans")
+        axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0)
+    return drawing
+
+
+def gap_against_age(age_N: Array, predictions: Mapping[str, Array]) -> Figure:
+    """The gap against age, one panel for each kind of prediction, before and after calibration."""
+    with style():
+        drawing = Figure(figsize=(4.1, 0.5 + 1.7 * len(predictions)), layout="constrained")
+        panels = drawing.subplots(len(predictions), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, (name, predicted_N) in zip(panels, predictions.items(), strict=True):
+            gap_N = predicted_N - age_N
+            axes.axhline(0, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            axes.scatter(age_N, gap_N, s=12, color=ACCENT, alpha=0.75, linewidths=0)
+            if np.ptp(age_N) > 0:
+                ends = np.array([age_N.min(), age_N.max()])
+                axes.plot(ends, np.polyval(np.polyfit(age_N, gap_N, 1), ends), color=INK, linewidth=1.4)
+                name = f"{name}: r = {_correlation(age_N, gap_N):.2f}"
+            axes.set_title(name)
+            axes.set_ylabel("gap (years)")
+        panels[-1].set_xlabel("chronological age")
+    return drawing
+
+
+def age_histogram(ages: Mapping[str, Sequence[float]]) -> Figure:
+    """How old the people of each part are, parts stacked."""
+    parts = {name: values for name, values in ages.items() if len(values)}
+    everybody = np.concatenate([np.asarray(values, dtype=float) for values in parts.values()])
+    step = 5 if np.ptp(everybody) > 20 else 2
+    first, last = step * np.floor(everybody.min() / step), step * np.ceil((everybody.max() + 0.01) / step)
+    with style():
+        drawing = Figure(figsize=(4.1, 2.6), layout="constrained")
+        axes = drawing.subplots()
+        colours = [PART_COLOURS[name] for name in parts]
+        edges = np.arange(first, last + step, step)
+        axes.hist(
+            list(parts.values()), bins=edges.tolist(), stacked=True, color=colours, label=list(parts), rwidth=0.92
+        )
+        axes.set(xlabel="age", ylabel="scans")
+        axes.set_ylim(top=1.3 * axes.get_ylim()[1])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="upper left", ncols=3, handlelength=1, borderaxespad=0)
+    return drawing
+
+
+def learning_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: str) -> Figure:
+    """A line for each fold: (epoch, error) pairs."""
+    with style():
+        drawing = Figure(figsize=(4.1, 2.8), layout="constrained")
+        axes = drawing.subplots()
+        for (name, points), colour in zip(curves.items(), expert_colours(len(curves)), strict=True):
+            epoch, error = np.array(points, dtype=float).T
+            axes.plot(epoch, error, color=colour, linewidth=1.5, marker="o", markersize=2.5, label=name)
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
+        axes.legend(loc="lower left", ncols=2, handlelength=1.2, borderaxespad=0.2)
+    return drawing
+
+
+def region_scores(probes: Mapping[str, Array]) -> Figure:
+    """Mean scores of isolated tissues for every expert, one panel an epoch: rows are tissues, columns experts."""
+    with style():
+        drawing = Figure(figsize=(4.1, 0.75 + 1.15 * len(probes)), layout="constrained")
+        panels = drawing.subplots(len(probes), 1, squeeze=False)[:, 0]
+        highest = max(0.5, *(float(np.abs(score_RE).max()) for score_RE in probes.values()))
+        for axes, (name, score_RE) in zip(panels, probes.items(), strict=True):
+            draw_matrix(axes, score_RE, highest)
+            axes.set_title(name)
+        panels[-1].set_xlabel("expert")
+    return drawing
+
+
+def draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
+    """Tissues against experts, the best of each tissue framed."""
+    num_experts = value_RE.shape[1]
+    axes.imshow(value_RE, cmap="PiYG", vmin=-highest, vmax=highest, aspect="auto", interpolation="none")
+    for (row, column), value in np.ndenumerate(value_RE):
+        strong = abs(value) > 0.7 * highest
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="#ffffff" if strong else INK)
+    for row, best in enumerate(value_RE.argmax(1)):
+        axes.add_patch(_frame(float(best), row))
+    names = [expert_name(expert).replace("_expert", "").replace("free", "f") for expert in range(num_experts)]
+    axes.set_xticks(range(num_experts), names)
+    axes.set_yticks(range(NUM_REGIONS), list(TISSUES))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def tissue_correlation(value_RE: Array) -> Figure:
+    """Over the cubes of whole scans: how an expert's score goes with the share of a tissue."""
+    with style():
+        drawing = Figure(figsize=(4.1, 1.6), layout="constrained")
+        axes = drawing.subplots()
+        draw_matrix(axes, value_RE, 1.0)
+        axes.set_xlabel("expert")
+    return drawing
+
+
+def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figure:
+    """Three slices through the mean brain, tinted by what hiding each cube does to the predicted age."""
+    shape = background_XYZ.shape
+    full = np.kron(change_xyz, np.ones((patch_size,) * 3))[: shape[0], : shape[1], : shape[2]]
+    highest = max(float(np.nanmax(np.abs(change_xyz))), 1e-6)
+    middle = [size // 2 for size in shape]
+    cuts = {"axial": (2, middle[2]), "coronal": (1, middle[1]), "sagittal": (0, middle[0])}
+    with style():
+        drawing = Figure(figsize=(4.1, 1.9), layout="constrained")
+        panels = drawing.subplots(1, 3)
+        for axes, (name, (axis, position)) in zip(panels, cuts.items(), strict=True):
+            axes.imshow(
+                np.take(background_XYZ, position, axis).T, origin="lower", cmap="gray", interpolation="bilinear"
+            )
+            tint = np.take(full, position, axis).T
+            tinted = axes.imshow(
+                tint, origin="lower", cmap="RdBu_r", vmin=-highest, vmax=highest, alpha=0.55, interpolation="nearest"
+            )
+            axes.set_title(name, fontsize=8)
+            axes.set_axis_off()
+        drawing.colorbar(tinted, ax=panels, shrink=0.7, label="change (years)")
+    return drawing
+
+
+def _frame(column: float, row: int) -> Rectangle:
+    return Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, fill=False, edgecolor=INK, linewidth=1.3)
+
+
+def _range(values: Array) -> tuple[float, float]:
+    margin = 0.04 * float(np.ptp(values)) + 1
+    return float(values.min()) - margin, float(values.max()) + margin
+
+
+def _correlation(a_N: Array, b_N: Array) -> float:
+    return float(np.corrcoef(a_N, b_N)[0, 1]) if np.ptp(a_N) > 0 and np.ptp(b_N) > 0 else float("nan")

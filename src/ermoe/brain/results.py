@@ -1,0 +1,203 @@
+"""What came out of a run: outputs of all folds for all scans, and predictions whose corrections never saw their ages.
+
+Letters: F folds, N scans, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ermoe.brain.age_head import AgeBins, AgeHead, fit_temperature
+from ermoe.brain.calibration import Calibration
+from ermoe.brain.data.scans import Scan
+from ermoe.brain.data.splits import Splits
+from ermoe.errors import UserError
+from ermoe.files import replacing
+
+Array = NDArray[np.float64]
+LEVEL = 0.9
+"""Of the prediction intervals."""
+CALIBRATION_FITS = ("held-out", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Raw outputs of every fold's network for every scan, whatever part the scan has in that fold."""
+
+    scans: Sequence[Scan]
+    splits: Splits
+    head: AgeHead
+    output_FNK: Tensor
+
+    def save(self, path: Path) -> None:
+        """One file; the scans are known by their keys."""
+        with replacing(path) as draft:
+            save_file({"output_FNK": self.output_FNK.contiguous()}, draft, metadata={"keys": "\n".join(self.keys)})
+
+    @classmethod
+    def load(cls, path: Path, scans: Sequence[Scan], splits: Splits, head: AgeHead) -> Outputs:
+        """What `save` wrote, for the same scans."""
+        from safetensors import safe_open
+
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the run is not finished; start `ermoe brain train` again, it goes on")
+        with safe_open(path, framework="pt") as stored:
+            keys = (stored.metadata() or {}).get("keys", "").split("\n")
+        known = {scan.key: scan for scan in scans}
+        if lost := [key for key in keys if key not in known]:
+            raise UserError(f"{len(lost)} scans of the run are no longer in the data, {lost[0]} for one: restore them")
+        return cls([known[key] for key in keys], splits, head, load_file(path)["output_FNK"])
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the scans."""
+        return [scan.key for scan in self.scans]
+
+    def rows(self, fold: int, part: str) -> NDArray[np.int64]:
+        """Positions of the scans that have this part in a fold."""
+        wanted = [n for n, scan in enumerate(self.scans) if self.splits.of(scan.participant_id, fold) == part]
+        return np.array(wanted, dtype=np.int64)
+
+    def ages_of(self, rows: NDArray[np.int64]) -> Array:
+        """Chronological ages."""
+        return np.array([self.scans[int(row)].age for row in rows], dtype=np.float64)
+
+    def predicted(self, fold: int, rows: NDArray[np.int64]) -> Array:
+        """Raw predictions of one fold."""
+        return self.head.age(self.output_FNK[fold, torch.from_numpy(rows)]).double().numpy()
+
+    def sexes(self, rows: NDArray[np.int64]) -> list[str | None]:
+        """Of the scans."""
+        return [self.scans[int(row)].sex for row in rows]
+
+    def tested(self) -> list[int]:
+        """Folds that test somebody."""
+        return [fold for fold in range(self.splits.num_folds) if len(self.rows(fold, "test"))]
+
+    def fitting_rows(self, fold: int, fit: str) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(fold, rows) of predictions whose ages may be used to correct those of the people tested in ``fold``.
+
+        The validation people of the fold, if it has some; else people whom other folds test, as those folds predict
+        them. With ``fit="train"``, as in the paper, the fold's own training people.
+        """
+        if fit not in CALIBRATION_FITS:
+            raise UserError(f"calibration fit {fit!r}: use one of {', '.join(CALIBRATION_FITS)}")
+        if fit == "train":
+            yield fold, self.rows(fold, "train")
+        elif len(validation := self.rows(fold, "validation")):
+            yield fold, validation
+        else:
+            yield from ((other, self.rows(other, "test")) for other in self.tested() if other != fold)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Predictions of everybody who was tested, raw and corrected. A scan tested by several folds has their mean.
+
+    ``pooled_N`` and ``by_sex_N`` are NaN where calibration was refused; ``low_N`` and ``high_N`` where the head has no
+    bins. ``refusals`` says why.
+    """
+
+    row_N: NDArray[np.int64]
+    age_N: Array
+    raw_N: Array
+    pooled_N: Array
+    by_sex_N: Array
+    low_N: Array
+    high_N: Array
+    refusals: tuple[str, ...]
+
+    @property
+    def coverage(self) -> float:
+        """Share of held-out ages inside their intervals; NaN without intervals."""
+        known = ~np.isnan(self.low_N)
+        inside = (self.low_N <= self.age_N) & (self.age_N <= self.high_N)
+        return float(inside[known].mean()) if known.any() else float("nan")
+
+
+def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
+    """Predictions of tested people; what corrects a fold's people was fitted without their ages."""
+    num = len(outputs.scans)
+    columns = {
+        name: np.full((outputs.splits.num_folds, num), np.nan) for name in ("raw", "pooled", "by_sex", "low", "high")
+    }
+    refusals: list[str] = []
+    for fold in outputs.tested():
+        rows = outputs.rows(fold, "test")
+        raw = outputs.predicted(fold, rows)
+        columns["raw"][fold, rows] = raw
+        basis = list(outputs.fitting_rows(fold, fit))
+        try:
+            calibration = fit_calibration(outputs, basis)
+            columns["pooled"][fold, rows] = calibration.pooled(raw)
+            columns["by_sex"][fold, rows] = calibration.by_sex(raw, outputs.sexes(rows))
+        except UserError as refusal:
+            refusals.append(f"{outputs.splits.fold_names[fold]}: {refusal}")
+        if isinstance(outputs.head, AgeBins):
+            tau = temperature(outputs, basis)
+            probability_BK = outputs.head.probability(outputs.output_FNK[fold, torch.from_numpy(rows)], tau)
+            limits_B2 = outputs.head.quantiles(probability_BK, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).numpy()
+            columns["low"][fold, rows], columns["high"][fold, rows] = limits_B2.T
+    kept = np.flatnonzero(~np.isnan(columns["raw"]).all(0))
+    mean = {name: _mean_of_known(values[:, kept]) for name, values in columns.items()}
+    return HeldOut(
+        kept, outputs.ages_of(kept), mean["raw"], mean["pooled"], mean["by_sex"], mean["low"], mean["high"],
+        tuple(refusals),
+    )  # fmt: skip
+
+
+def fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> Calibration:
+    """The lines that certain predictions give."""
+    if not basis:
+        raise UserError("calibration needs predictions of people it is not applied to: use several folds")
+    age_N = np.concatenate([outputs.ages_of(rows) for _, rows in basis])
+    raw_N = np.concatenate([outputs.predicted(fold, rows) for fold, rows in basis])
+    sexes = [sex for _, rows in basis for sex in outputs.sexes(rows)]
+    return Calibration.fit(age_N, raw_N, sexes)
+
+
+def temperature(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> float:
+    """τ that makes the ages of certain people most probable; 1 without bins or people."""
+    if not isinstance(outputs.head, AgeBins) or not sum(len(rows) for _, rows in basis):
+        return 1.0
+    output_NK = torch.cat([outputs.output_FNK[fold, torch.from_numpy(rows)] for fold, rows in basis])
+    age_N = torch.from_numpy(np.concatenate([outputs.ages_of(rows) for _, rows in basis])).float()
+    return fit_temperature(outputs.head, output_NK, age_N)
+
+
+def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[Calibration | None, float]:
+    """Calibration and τ for people who are yet to come: all that were held out correct them."""
+    if fit == "held-out" and not any(len(outputs.rows(fold, "validation")) for fold in outputs.tested()):
+        basis = [(fold, outputs.rows(fold, "test")) for fold in outputs.tested()]
+    else:
+        basis = [pair for fold in outputs.tested() for pair in outputs.fitting_rows(fold, fit)]
+    try:
+        calibration = fit_calibration(outputs, basis)
+    except UserError:
+        calibration = None
+    return calibration, temperature(outputs, basis)
+
+
+def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, Calibration | None]:
+    """The calibration of each fold for the people it tests, fitted without their ages; None where it was refused."""
+    found: dict[str, Calibration | None] = {}
+    for fold, name in enumerate(outputs.splits.fold_names):
+        try:
+            found[name] = fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))
+        except UserError:
+            found[name] = None
+    return found
+
+
+def _mean_of_known(values_FN: Array) -> Array:
+    known = ~np.isnan(values_FN)
+    total = np.where(known, values_FN, 0).sum(0)
+    return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)

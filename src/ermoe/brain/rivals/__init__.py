@@ -1,0 +1,1 @@
+"""What brain age is compared with: convolutions and shifted windows."""

@@ -1,0 +1,1 @@
+"""Pages on which a model can be looked into."""

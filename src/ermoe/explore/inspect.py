@@ -1,0 +1,258 @@
+"""What the experts of image classifiers do: one pass over a data set for each model, and one report of all of them.
+
+Letters: N images, P pictures.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from ermoe.analysis.patches import patch_experts, patch_grid
+from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.data.catalogue import open_images
+from ermoe.data.images import Images
+from ermoe.data.loader import Loader
+from ermoe.errors import UserError
+from ermoe.explore.inspection import AtK, Inspection, short
+from ermoe.explore.inspection_page import inspection_page
+from ermoe.explore.patch_viewer import Patched
+from ermoe.images.classification import transform_for
+from ermoe.images.run import model_folder
+from ermoe.models.io import load
+from ermoe.train.run_folder import RunFolder, read_lines
+
+K_VALUES = (1, 2, 3, 4, 6)
+_log = logging.getLogger("ermoe")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How closely to look.
+
+    Args:
+        batch_size, workers: of the pass over the images.
+        pictures: images shown with their patches coloured.
+        k_images: images on which accuracy is measured with other numbers of experts a token; 0 for none.
+    """
+
+    batch_size: int = 100
+    workers: int = 0
+    pictures: int = 12
+    k_images: int = 128
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.pictures < 1 or self.k_images < 0 or self.workers < 0:
+            raise UserError("batch_size and pictures must be at least 1, k_images and workers at least 0")
+
+
+def inspect(
+    places: Sequence[str],
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    settings: Settings | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Writes ``out``/report.html and ``out``/figures for models (run folders, model folders, hub names) on test images.
+
+    Models are shown side by side, under the names of their folders.
+    """
+    settings = Settings() if settings is None else settings
+    if not places:
+        raise UserError("no model given: ermoe inspect MODEL… --data DATA")
+    models = {name: load(model_folder(place)) for name, place in zip(model_names(places), places, strict=True)}
+    for name, model in models.items():
+        if not moe_layers(model):
+            raise UserError(
+                f"{name} has no mixture-of-experts layer to look into: inspect a sparse model, or make this one sparse "
+                "with ermoe.upcycle"
+            )
+    images = open_images(data, "test")
+    found = {}
+    for (name, model), place in zip(models.items(), places, strict=True):
+        found[name] = look_into(model, images, settings, name=name, epochs=epochs_of(place), console=console)
+    page = inspection_page(
+        found,
+        data=images.found,
+        num_images=len(images),
+        figures=Path(out) / "figures",
+        num_k_images=len(spread_out(len(images), settings.k_images)),
+    )
+    return page.write(Path(out) / "report.html")
+
+
+def model_names(places: Sequence[str]) -> list[str]:
+    """The last part of each path that is its own; the whole path where two models share it.
+
+    >>> model_names(["runs/a", "runs/b/model", "hub/c"])
+    ['a', 'b', 'c']
+    """
+    ends = [Path(place).name for place in places]
+    ends = [Path(p).parent.name if end in ("model", "best") else end for p, end in zip(places, ends, strict=True)]
+    return [end if end and ends.count(end) == 1 else place for place, end in zip(places, ends, strict=True)]
+
+
+def look_into(
+    model: nn.Module,
+    images: Images,
+    settings: Settings,
+    *,
+    name: str = "",
+    epochs: Sequence[dict[str, float]] = (),
+    console: Console | None = None,
+) -> Inspection:
+    """Everything about one model: a recorded pass over all images, and two short ones over a few."""
+    knows = getattr(model, "num_classes", None) == len(images.classes)
+    if not knows:
+        _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.found)
+    loader = Loader(images, transform_for(model), batch_size=settings.batch_size, workers=settings.workers)
+    with record_routing(model, classes=images.classes) as recorder:
+        logit_NC = _pass(model, loader, recorder, name, console)
+    figures = accuracies(logit_NC, images.label_N) if knows else {}
+    by_k = _by_k(model, images, settings, logit_NC.argmax(1)) if knows else []
+    return Inspection(
+        recorder, _patched(model, images, settings, logit_NC.argmax(1) if knows else None), figures, by_k, epochs
+    )
+
+
+@torch.inference_mode()
+def _pass(model: nn.Module, loader: Loader, recorder: RoutingRecorder, name: str, console: Console | None) -> Tensor:
+    """All logits, (N, C), with a progress bar."""
+    model.eval()
+    columns = (TextColumn(name), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    parts = []
+    with Progress(*columns, console=console, disable=console is None, transient=True) as progress:
+        bar = progress.add_task(name, total=len(loader.images))
+        for (batch,) in loader.epoch():
+            recorder.labels(batch.label)
+            parts.append(_logits(model, batch.image))
+            progress.advance(bar, len(batch))
+    return torch.cat(parts)
+
+
+def _logits(model: nn.Module, image: Tensor) -> Tensor:
+    parameter = next(model.parameters())
+    logit_NC: Tensor = model(image.to(parameter.device, parameter.dtype)).float().cpu()
+    return logit_NC
+
+
+def accuracies(logit_NC: Tensor, label_N: Tensor) -> dict[str, float]:
+    """Loss, top-1 and top-5 accuracy.
+
+    >>> accuracies(torch.eye(2), torch.tensor([0, 0]))["top1"]
+    0.5
+    """
+    hit_NK = logit_NC.topk(min(5, logit_NC.shape[1])).indices == label_N.unsqueeze(1)
+    top1, top5 = (float(hit.double().mean()) for hit in (hit_NK[:, 0], hit_NK.any(1)))
+    return {"loss": float(F.cross_entropy(logit_NC, label_N)), "top1": top1, "top5": top5}
+
+
+def spread_out(num_images: int, wanted: int) -> np.ndarray:
+    """Evenly spaced indices, because many data sets are sorted by class.
+
+    >>> spread_out(10, 3).tolist()
+    [0, 3, 6]
+    """
+    wanted = min(wanted, num_images)
+    return np.arange(wanted) * num_images // max(wanted, 1)
+
+
+@torch.inference_mode()
+def _by_k(model: nn.Module, images: Images, settings: Settings, own_N: Tensor) -> list[AtK]:
+    """Accuracy with other numbers of experts a token, on a few images; the model's own number needs no second pass."""
+    routers = routers_with_k(model)
+    index_P = spread_out(len(images), settings.k_images)
+    if not routers or not len(index_P):
+        return []
+    own, most = routers[0].top_k, min(router.num_experts for router in routers)
+    transform, label_P = transform_for(model), images.label_N[torch.from_numpy(index_P)]
+    batches = [
+        (torch.from_numpy(part), transform.device(transform.host(images, part, 0), images.label_N[part], part, 0).image)
+        for part in np.array_split(index_P, math.ceil(len(index_P) / settings.batch_size))
+    ]
+    own_P, found = own_N[torch.from_numpy(index_P)], []
+    for top_k in sorted({k for k in K_VALUES if k <= most} | {own}):
+        guess_P = own_P
+        if top_k != own:
+            with experts_a_token(model, top_k):
+                guess_P = torch.cat([_logits(model, image).argmax(1) for _, image in batches])
+        accuracy = float((guess_P == label_P).double().mean())
+        half_width = 1.96 * math.sqrt(accuracy * (1 - accuracy) / len(label_P))
+        found.append(AtK(top_k, accuracy, half_width, float((guess_P == own_P).double().mean())))
+    return found
+
+
+def routers_with_k(model: nn.Module) -> list[Any]:
+    """The routers of all layers, if each token chooses a number of experts in every one of them."""
+    routers = [getattr(layer, "router", None) for layer in moe_layers(model).values()]
+    return routers if all(isinstance(getattr(router, "top_k", None), int) for router in routers) else []
+
+
+@contextmanager
+def experts_a_token(model: nn.Module, top_k: int) -> Iterator[None]:
+    """Within it, every token of the model meets ``top_k`` experts."""
+    before = {router: router.top_k for router in routers_with_k(model)}
+    try:
+        for router in before:
+            router.top_k = top_k
+        yield
+    finally:
+        for router, value in before.items():
+            router.top_k = value
+
+
+def _patched(model: nn.Module, images: Images, settings: Settings, guess_N: Tensor | None) -> Patched:
+    """A few images of different classes, as the model sees them, and the experts of their patches."""
+    index_P = _one_of_each(images.label_N, settings.pictures)
+    transform = transform_for(model)
+    pixel_P3SS = transform.host(images, index_P, 0)
+    image_P3SS = transform.device(pixel_P3SS, images.label_N[torch.from_numpy(index_P)], index_P, 0).image
+    parameter = next(model.parameters())
+    experts = patch_experts(model, image_P3SS.to(parameter.device, parameter.dtype), patch_grid(model, image_P3SS))
+    labels = images.label_N[torch.from_numpy(index_P)].tolist()
+    mistakes = [""] * len(index_P)
+    if guess_N is not None:
+        guesses = guess_N[torch.from_numpy(index_P)].tolist()
+        mistakes = ["" if g == label else images.classes[g] for g, label in zip(guesses, labels, strict=True)]
+    return Patched(
+        pictures=[Image.fromarray(pixel_3SS.permute(1, 2, 0).numpy()) for pixel_3SS in pixel_P3SS],
+        captions=[images.classes[label] for label in labels],
+        experts={short(layer): expert.numpy() for layer, expert in experts.items()},
+        num_experts=max(layer.experts.num_experts for layer in moe_layers(model).values()),
+        mistakes=mistakes,
+    )
+
+
+def _one_of_each(label_N: Tensor, wanted: int) -> np.ndarray:
+    """The first image of every class; of evenly spaced classes where there are too many, more of each if too few."""
+    label, order = label_N.numpy(), []
+    classes = np.unique(label)
+    chosen = classes[spread_out(len(classes), wanted)]
+    rounds = math.ceil(wanted / len(chosen))
+    for turn in range(rounds):
+        order += [rows[turn] for rows in (np.flatnonzero(label == c) for c in chosen) if len(rows) > turn]
+    return np.array(order[:wanted])
+
+
+def epochs_of(place: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """The evaluations that the run at ``place`` wrote down, one a row with its epoch; empty for a mere model."""
+    folder = next((f for f in (Path(place), *Path(place).parents[:2]) if (f / "metrics.jsonl").is_file()), None)
+    if folder is None:
+        return []
+    lines = [line for line in read_lines(RunFolder(folder).metrics) if line.get("kind") == "test"]
+    return [{**line, "epoch": number} for number, line in enumerate(lines, 1)]

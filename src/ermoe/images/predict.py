@@ -1,0 +1,72 @@
+"""The classes of single images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ermoe.data.augment import Transform
+from ermoe.data.images import Images, ImagesInFiles
+from ermoe.errors import UserError
+from ermoe.images.classification import as_model, transform_for
+
+_BATCH_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The most probable classes of one image, best first; of an image that cannot be read none, and the reason."""
+
+    image: str
+    classes: list[str]
+    probabilities: list[float]
+    problem: str | None = None
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, top: int = 5) -> list[Prediction]:
+    """What the model sees in each file. One that cannot be read does not keep the others from being seen."""
+    if top < 1:
+        raise UserError(f"top={top}: need at least 1")
+    unlabelled = torch.zeros(len(paths), dtype=torch.long)
+    found = f"{len(paths)} files"
+    images = ImagesInFiles(Path(), paths, found=found, split="test", classes=classes, label_N=unlabelled)
+    model.eval()
+    transform = transform_for(model)
+    predictions: list[Prediction] = []
+    for start in range(0, len(paths), _BATCH_SIZE):
+        some = paths[start : start + _BATCH_SIZE]
+        read = [_read(images, start + place, transform) for place in range(len(some))]
+        readable = [image for image in read if isinstance(image, Tensor)]
+        ranked = iter(_rank(model, readable, transform, min(top, len(classes))) if readable else ())
+        for path, outcome in zip(some, read, strict=True):
+            if isinstance(outcome, UserError):
+                predictions.append(Prediction(path, [], [], problem=str(outcome)))
+            else:
+                chance_K, class_K = next(ranked)
+                predictions.append(Prediction(path, [classes[number] for number in class_K], chance_K))
+    return predictions
+
+
+def _read(images: Images, index: int, transform: Transform) -> Tensor | UserError:
+    """Bytes (1, 3, S, S), or why there are none."""
+    try:
+        return transform.host(images, np.array([index]), epoch=0)
+    except UserError as problem:
+        return problem
+
+
+def _rank(
+    model: nn.Module, readable: list[Tensor], transform: Transform, top: int
+) -> list[tuple[list[float], list[int]]]:
+    """For each image, probabilities and numbers of its best classes."""
+    image_BCSS = torch.cat(readable).to(next(model.parameters()).device)
+    unlabelled_B = torch.zeros(len(image_BCSS), dtype=torch.long)
+    batch = transform.device(image_BCSS, unlabelled_B, np.arange(len(image_BCSS)), epoch=0)
+    chance_BK, class_BK = model(as_model(model, batch.image)).float().softmax(-1).topk(top)
+    return list(zip(chance_BK.tolist(), class_BK.tolist(), strict=True))

@@ -1,0 +1,69 @@
+"""Training the paper's two image-level rivals, which learn in two stages, within the one loop.
+
+DeepMoE-style networks first learn with all of their loss, then with their gates fixed. Single-gated ones first train
+their base, then cluster its embeddings, freeze it and train the experts. Here the second stage begins halfway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from ermoe.data.augment import Batch
+from ermoe.data.loader import Loader
+from ermoe.data.order import Order
+from ermoe.errors import UserError
+from ermoe.images.classification import Classification, transform_for
+from ermoe.images.rivals.image_level import ImageLevel
+
+_CLUSTERED_IMAGES = 20_000
+
+
+class TwoStageClassification(Classification):
+    """Classification by a network that brings its own loss and its own second stage. One process only."""
+
+    model: ImageLevel
+
+    def __init__(self, model: ImageLevel, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, **options)
+        if self.train_loader.num_processes > 1:
+            raise UserError("single-gated and DeepMoE-style networks train in one process: start without torchrun")
+        settings = arguments[2]
+        self.second_stage_from = settings.epochs // 2
+        self.in_second_stage = False
+        self.seed = settings.seed
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[list[Batch]]:
+        """The epoch's batches, after the change of stage if it is due."""
+        if epoch >= self.second_stage_from and not self.in_second_stage:
+            self.model.prepare_second_stage(self._plain_images(), seed=self.seed)
+            self._begin_second_stage()
+        return super().batches(epoch, first_step)
+
+    def _begin_second_stage(self) -> None:
+        self.model.begin_second_stage()
+        self.in_second_stage = True
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        """The network's own loss, which knows its stage."""
+        return self.model.loss(batch.image, batch.label)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "in_second_stage": self.in_second_stage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["in_second_stage"]:
+            self._begin_second_stage()
+
+    def _plain_images(self) -> Iterator[Tensor]:
+        """Training images without augmentation, in an order that mixes the classes."""
+        loader = self.train_loader
+        assert loader.order is not None
+        order = Order(len(loader.images), min(loader.order.batch_size, len(loader.images)), self.seed)
+        plain = Loader(loader.images, transform_for(self.model), order, workers=loader.workers, device=loader.device)
+        num_batches = -(-_CLUSTERED_IMAGES // order.batch_size)
+        yield from (batch.image for (batch,) in islice(plain.epoch(), num_batches))

@@ -1,1 +1,0 @@
-"""ERMoE-ba: what turns a transformer over volumes into an estimator of brain age."""

@@ -1,0 +1,86 @@
+"""The one form in which captioned images reach the rest: images in a fixed order, and a flat list of texts.
+
+Which text belongs to which image is always said by ``text_to_image_T``, never by position: images may have one caption
+or six.
+
+Letters: I images, T texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ermoe.data.images import Images
+from ermoe.data.order import Indices
+from ermoe.data.randomness import hashed
+
+_CAPTIONS = 101  # a stream of numbers of its own, beside those of augmentation
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """One image as a caption file knows it: the path written there, its captions, and its split ("" if none)."""
+
+    file: str
+    captions: tuple[str, ...]
+    split: str = ""
+
+
+class CaptionSet:
+    """One split of a protocol.
+
+    ``found`` is a sentence about what was read; ``fingerprint`` tells pools apart; ``ids`` name the images across data
+    sets and releases (see `ermoe.retrieval.captions.ids`). Texts are listed image by image.
+
+    >>> from ermoe.data.images import ImagesInMemory
+    >>> pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    >>> images = ImagesInMemory(pixels, found="two", split="all", classes=["a", "b"], label_N=torch.arange(2))
+    >>> pair = CaptionSet(["a", "b"], [("one", "two"), ("three",)], images, protocol="custom", split="all", found="two")
+    >>> pair.texts, pair.text_to_image_T.tolist(), pair.texts_of(1)
+    (['one', 'two', 'three'], [0, 0, 1], ['three'])
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        captions: Sequence[Sequence[str]],
+        images: Images,
+        *,
+        protocol: str,
+        split: str,
+        found: str,
+    ) -> None:
+        assert len(ids) == len(captions) == len(images), "one id and one list of captions for each image"
+        self.ids = list(ids)
+        self.images = images
+        self.protocol = protocol
+        self.split = split
+        self.found = found
+        self.texts = [text for own in captions for text in own]
+        self.num_texts_I = np.array([len(own) for own in captions], np.int64)
+        self.first_text_I = np.cumsum(self.num_texts_I) - self.num_texts_I
+        named = "\n".join([*self.ids, "", *self.texts, "", *map(str, self.num_texts_I)])
+        self.fingerprint = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
+        self.text_to_image_T: Tensor = torch.arange(len(ids)).repeat_interleave(torch.from_numpy(self.num_texts_I))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def texts_of(self, image: int) -> list[str]:
+        """The captions of one image."""
+        first = int(self.first_text_I[image])
+        return self.texts[first : first + int(self.num_texts_I[image])]
+
+    def one_text_each(self, image_B: Indices, *, seed: int, epoch: int) -> Indices:
+        """For each image one of its texts, looked up by (seed, epoch, image): one caption an image and epoch.
+
+        Several captions of an image in one batch would be each other's false negatives.
+        """
+        draw_B = hashed(seed, epoch, image_B, _CAPTIONS) % self.num_texts_I[image_B].astype(np.uint64)
+        return self.first_text_I[image_B] + draw_B.astype(np.int64)

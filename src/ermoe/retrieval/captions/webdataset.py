@@ -1,0 +1,58 @@
+"""Tar shards as webdataset writes them: ``KEY.jpg`` beside ``KEY.txt``, one caption a line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ermoe.data import shards as tar_shards
+from ermoe.data.shards import ImagesInShards, Pair, pairs, read_part
+from ermoe.errors import UserError
+from ermoe.retrieval.captions.ids import bytes_id, named_id
+from ermoe.retrieval.captions.schema import Annotation
+from ermoe.retrieval.captions.text_files import checked_caption
+
+SPLITS = {"train": ("train",), "dev": ("dev", "val", "validation"), "test": ("test",)}
+
+
+def find(place: Path, split: str) -> list[Path]:
+    """The shards of a split, as `ermoe.data.shards.find` knows them by their names; "all" takes those of all splits."""
+    if place.is_file():
+        return [place] if place.suffix == ".tar" else []
+    shards = tar_shards.find(place, SPLITS)
+    if split == "all":
+        return sorted(file for files in shards.values() for file in files)
+    if shards and split not in shards:
+        raise UserError(
+            f"{place} has shards, but none for {split}: their names or folders must have the word "
+            f"{' or '.join(SPLITS[split])}"
+        )
+    return shards.get(split, [])
+
+
+def read(shards: list[Path], split: str) -> tuple[list[Annotation], list[str], ImagesInShards]:
+    """What the shards hold, the ids of the images, and the images, read by offset."""
+    annotations, ids, places = [], [], []
+    for number, shard in enumerate(shards):
+        for pair in pairs(shard, "txt"):
+            annotations.append(Annotation(pair.key, _captions(pair, shard)))
+            ids.append(named_id(pair.key) or bytes_id(read_part(shard, pair.start, pair.size)))
+            places.append((number, pair.start, pair.size))
+    keys = [annotation.file for annotation in annotations]
+    images = ImagesInShards(
+        shards, np.array([os.fsencode(key) for key in keys], np.bytes_), np.array(places, np.int64).reshape(-1, 3),
+        found=f"{len(shards)} shards", split=split, classes=[*keys, ""], label_N=torch.arange(len(keys)),
+    )  # fmt: skip
+    return annotations, ids, images
+
+
+def _captions(pair: Pair, shard: Path) -> tuple[str, ...]:
+    where = f"{shard}: {pair.key}.txt"
+    try:
+        lines = pair.beside.decode("utf-8").splitlines()
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{where} is not UTF-8 text ({problem}); write the shard anew") from problem
+    return tuple(checked_caption(line, where) for line in lines or [""])

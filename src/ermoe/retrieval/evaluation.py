@@ -1,0 +1,176 @@
+"""A figure for a named protocol: the right pool, no training image in it, read once, and written down.
+
+Whoever looks at a test split twice chooses by it. So the record of an evaluation lies beside the model, a second one
+shows the first, and one that is forced counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ermoe.errors import UserError
+from ermoe.files import replacing
+from ermoe.retrieval.captions.catalogue import open_captions
+from ermoe.retrieval.captions.ids import id_hash
+from ermoe.retrieval.captions.schema import CaptionSet
+from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
+from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.encode import encode_images, encode_tokens
+from ermoe.retrieval.figures import CUTS, RECALLS, Retrieval, retrieve
+from ermoe.retrieval.run import load_clip, save_id
+from ermoe.train.run_folder import RunFolder
+
+_TIES = {"middle": "ties half", "for": "ties in favour"}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The record that is kept, its file and, unless it was read from there, everything it came from."""
+
+    record: dict[str, Any]
+    path: Path
+    captions: CaptionSet | None = None
+    image_ID: Tensor | None = None
+    text_TD: Tensor | None = None
+    retrieval: Retrieval | None = None
+
+
+def evaluate(
+    place: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    protocol: str,
+    *,
+    split: str = "test",
+    images: str | os.PathLike[str] | None = None,
+    again: bool = False,
+    batch_size: int = 100,
+    workers: int = 0,
+    draws: int = 1000,
+) -> Evaluation:
+    """Ranks a split of a protocol with the model that dev chose, in both directions.
+
+    The record is written beside the model, see `record_path`. If there is one of this model and this very pool, it is
+    returned instead, unless ``again`` asks for another look, which the record counts; dev may be read at will.
+    """
+    if draws < 1:
+        raise UserError(f"draws={draws}: intervals need at least 1")
+    model = load_clip(place)
+    captions = open_captions(data, protocol, split, images=images)
+    refuse_training_images(model, captions)
+    path = record_path(place, captions)
+    earlier = _earlier(path, captions.fingerprint)
+    if earlier is not None and not again and split != "dev" and earlier["save"] == save_id(place):
+        return Evaluation(earlier, path)
+    tokens = tokenise(captions.texts, model.context_length)
+    image_ID = encode_images(model, captions.images, batch_size=batch_size, workers=workers)
+    text_TD = encode_tokens(model, tokens.id_TL)
+    retrieval = retrieve(image_ID, text_TD, captions.text_to_image_T)
+    record = {
+        "protocol": protocol,
+        "split": split,
+        "num_images": len(captions),
+        "num_captions": len(captions.texts),
+        "cut_captions": tokens.num_cut,
+        "pool": captions.fingerprint,
+        "found": captions.found,
+        "model": os.fspath(place),
+        "save": save_id(place),
+        "training_images": training_images(model),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reads": 1 + (0 if earlier is None else earlier["reads"]),
+        **summarise(retrieval, draws=draws),
+    }
+    if path.parent.is_dir():
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Evaluation(record, path, captions, image_ID, text_TD, retrieval)
+
+
+def summarise(retrieval: Retrieval, *, draws: int = 1000) -> dict[str, Any]:
+    """Figures with ties counted against the model, their intervals, chance, and other countings where they differ."""
+    chance = {k: retrieval.chance(k) for k in CUTS}
+    return {
+        "figures": retrieval.figures(),
+        "intervals_95": retrieval.intervals(draws=draws),
+        "chance": {f"{d}_r{k}": chance[k][i] for i, d in enumerate(("i2t", "t2i")) for k in CUTS},
+        "tied_queries": retrieval.num_tied,
+        "other_ties": retrieval.other_ties(),
+    }
+
+
+def table_rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, one a figure: recalls in per cent, intervals, chance, and other countings of ties."""
+    figures, intervals, chance = record["figures"], record["intervals_95"], record["chance"]
+    header = ["", "recall, %", "95 % interval", "random order", *(_TIES[ties] for ties in record["other_ties"])]
+    rows = []
+    for name in RECALLS:
+        low, high = intervals[name]
+        others = [f"{100 * other[name]:.1f}" for other in record["other_ties"].values()]
+        label = name.upper().replace("_R", " R@")
+        cells = [f"{100 * figures[name]:.1f}", f"{100 * low:.1f} – {100 * high:.1f}", f"{100 * chance[name]:.2f}"]
+        rows.append([label, *cells, *others])
+    low, high = intervals["rsum"]
+    others = [f"{other['rsum']:.1f}" for other in record["other_ties"].values()]
+    rows.append(["RSUM", f"{figures['rsum']:.1f}", f"{low:.1f} – {high:.1f}", "", *others])
+    return header, rows
+
+
+def refuse_training_images(model: CLIP, captions: CaptionSet) -> None:
+    """Raises if a pool holds an image that the model was trained on."""
+    known = set(model.trained_on.tolist())
+    seen = [name for name in captions.ids if id_hash(name) in known]
+    if seen:
+        raise UserError(
+            f"{len(seen):,} of the {len(captions):,} images of {captions.protocol}, {captions.split}, were training "
+            f"images of this model, among them {seen[0]}: choose a protocol that goes with its training data"
+        )
+
+
+def training_images(model: CLIP) -> int | str:
+    """How many training images a model knows of, and whether there were others before."""
+    known = model.trained_on.tolist()
+    if id_hash(UNKNOWN_PRETRAINING) not in known:
+        return len(known) or "unknown"
+    return f"{len(known) - 1:,}, and unknown ones before" if len(known) > 1 else "unknown"
+
+
+def record_path(place: str | os.PathLike[str], captions: CaptionSet) -> Path:
+    """``retrieval-PROTOCOL-SPLIT.json`` beside the model, or in the run folder that it is the best of.
+
+    A custom pool is known by its fingerprint: ``retrieval-custom-FINGERPRINT-SPLIT.json``.
+    """
+    home = Path(place)
+    run = RunFolder(home.parent.parent)
+    home = run.folder if run.best == home and run.config.is_file() else home
+    pool = f"{captions.protocol}-{captions.fingerprint}" if captions.protocol == "custom" else captions.protocol
+    return home / f"retrieval-{pool}-{captions.split}.json"
+
+
+def _earlier(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The record there, if it is of the same pool."""
+    if not path.is_file():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return record if record["pool"] == fingerprint else None
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{path} is damaged: remove it to evaluate anew") from problem
+
+
+def best(query_D: Tensor, candidate_CD: Tensor, top: int) -> list[tuple[int, float]]:
+    """The candidates nearest to a query, (place, cosine), best first; of equal ones the earlier wins.
+
+    >>> best(torch.tensor([1.0, 0.0]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), 2)
+    [(1, 1.0), (2, 1.0)]
+    """
+    score_C = candidate_CD @ query_D
+    order = torch.argsort(score_C, descending=True, stable=True)[:top].tolist()
+    return [(place, float(score_C[place])) for place in order]

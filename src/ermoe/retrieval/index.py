@@ -1,0 +1,140 @@
+"""A folder of images, encoded once, to be searched by words or by an image as often as you like.
+
+An index is a folder: ``index.json`` names the files and the model, ``features.safetensors`` holds unit vectors (I, D).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ermoe.analysis.page import Page, table, tiles
+from ermoe.data.folders import SUFFIXES
+from ermoe.data.images import Images, ImagesInFiles
+from ermoe.data.reading import is_hidden, printable
+from ermoe.errors import UserError
+from ermoe.files import replacing
+from ermoe.retrieval.clip.model import CLIP
+from ermoe.retrieval.encode import encode_images, encode_texts
+from ermoe.retrieval.evaluation import best
+from ermoe.retrieval.report import thumbnail
+from ermoe.retrieval.run import load_clip, save_id
+
+_FILES, _FEATURES = "index.json", "features.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One image that was found."""
+
+    file: str
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Encoded images, where they lie, and the model that encoded them."""
+
+    root: Path
+    files: list[str]
+    feature_ID: Tensor
+    model: CLIP
+
+    def search(self, query: str, *, top: int = 5) -> list[Hit]:
+        """The images nearest to words."""
+        if not query.strip():
+            raise UserError("the query is empty: say what to look for")
+        return self._nearest(encode_texts(self.model, [query])[0], top)
+
+    def search_like(self, image: str | os.PathLike[str], *, top: int = 5) -> list[Hit]:
+        """The images nearest to an image."""
+        return self._nearest(encode_images(self.model, pictures(Path(), [os.fspath(image)]))[0], top)
+
+    def _nearest(self, query_D: Tensor, top: int) -> list[Hit]:
+        if top < 1:
+            raise UserError(f"top={top}: need at least 1")
+        return [Hit(self.files[place], cosine) for place, cosine in best(query_D, self.feature_ID, top)]
+
+
+def build_index(
+    model: str | os.PathLike[str],
+    images: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    batch_size: int = 100,
+    workers: int = 0,
+) -> Index:
+    """Encodes every image file below a folder and writes the index."""
+    root = Path(images)
+    seen = (path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and not is_hidden(path, below=root))
+    files = sorted(path.relative_to(root).as_posix() for path in seen)
+    if not files:
+        raise UserError(f"{root} holds no image files: name a folder of images")
+    if odd := [file for file in files if printable(file) != file]:
+        raise UserError(f"{printable(odd[0])} in {root} is not named in UTF-8: rename it")
+    clip = load_clip(model)
+    feature_ID = encode_images(clip, pictures(root, files), batch_size=batch_size, workers=workers)
+    content = {"model": _lasting(model), "save": save_id(model), "root": str(root.resolve()), "files": files}
+    with replacing(Path(out) / _FILES) as listing, replacing(Path(out) / _FEATURES) as features:
+        save_file({"image": feature_ID}, features)
+        listing.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Index(root, files, feature_ID, clip)
+
+
+def open_index(
+    folder: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None = None,
+    images: str | os.PathLike[str] | None = None,
+) -> Index:
+    """An index that `build_index` wrote; ``model`` and ``images`` say where these lie now, if they moved."""
+    place = Path(folder)
+    try:
+        content: dict[str, Any] = json.loads((place / _FILES).read_text(encoding="utf-8"))
+        feature_ID = load_file(place / _FEATURES)["image"]
+        made_by, save, root, files = (content[name] for name in ("model", "save", "root", "files"))
+    except FileNotFoundError as problem:
+        raise UserError(
+            f"{place} is no index: make one with ermoe retrieve index MODEL IMAGES --out {place}"
+        ) from problem
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as problem:
+        raise UserError(f"{place} is damaged: make the index anew") from problem
+    where = made_by if model is None else model
+    if Path(where).is_absolute() and not Path(where).exists():
+        raise UserError(f"{where}, which made {place}, is no longer there: say where it lies now with --model")
+    if save_id(where) != save:
+        raise UserError(f"{where} is not the model that made {place}, or was trained since: make the index anew")
+    if len(feature_ID) != len(files):
+        raise UserError(f"{place} is damaged ({len(files)} files, {len(feature_ID)} vectors): make it anew")
+    return Index(Path(root if images is None else images), files, feature_ID, load_clip(where))
+
+
+def pictures(root: Path, files: list[str]) -> Images:
+    """Image files without labels."""
+    label_N = torch.zeros(len(files), dtype=torch.long)
+    return ImagesInFiles(root, files, found=f"{len(files)} files", split="all", classes=["", ""], label_N=label_N)
+
+
+def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLike[str]) -> Path:
+    """A small page that shows what was found."""
+    page = Page(f"“{query}”", f"The {len(hits)} nearest of {len(index.files):,} images.")
+    if gone := [hit.file for hit in hits if not (index.root / hit.file).is_file()]:
+        raise UserError(f"{gone[0]} is no longer in {index.root}: say where the images lie now with --images")
+    found = pictures(index.root, [hit.file for hit in hits])
+    shown = [(thumbnail(found, place), hit.file) for place, hit in enumerate(hits)]
+    rows = [[str(place), hit.file, f"{hit.cosine:.3f}"] for place, hit in enumerate(hits, 1)]
+    page.section("Found", "Best first.", [tiles(shown), table(["", "file", "cosine"], rows)])
+    return page.write(path)
+
+
+def _lasting(model: str | os.PathLike[str]) -> str:
+    """A path that means the same from another folder; a hub name stays as it is."""
+    return str(Path(model).resolve()) if Path(model).exists() else os.fspath(model)

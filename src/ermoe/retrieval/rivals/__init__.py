@@ -1,0 +1,1 @@
+"""CLIP's other offspring in the paper's tables."""

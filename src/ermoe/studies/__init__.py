@@ -1,0 +1,1 @@
+"""The paper's tables and figures, and benchmarks beside peers: one record of a run, one queue."""

@@ -1,0 +1,74 @@
+"""`ermoe bench`: side-by-side benchmarks, as ratios in one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ermoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time ermoe beside its peers, all candidates in turns, and report ratios with their spread.
+
+    `layer` compares one feed-forward layer of ViT-B with the floor (the plain matrix products that the chosen experts
+    need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
+    (`pip install "ermoe[bench]"`). `routing` is the cost of deciding, `scaling` the growth with experts, tokens, k and
+    rank, `model` whole networks, `data` whether images arrive as fast as they are used. Close other programs first:
+    medians forgive a busy minute, not a busy hour.
+    """
+
+    what: Annotated[Literal["layer", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = "layer"
+    """Which benchmark to run."""
+    rounds: int = 15
+    """Rounds in which every candidate runs once."""
+    threads: tuple[int, ...] = (2,)
+    """Numbers of CPU threads; `layer` runs each of them, the others the largest."""
+    routings: tuple[Literal["natural", "balanced", "collapsed"], ...] = ("natural", "balanced", "collapsed")
+    """Kinds of routing for `layer`."""
+    images: int = 8
+    """Images in a batch."""
+    data: Path | None = None
+    """CIFAR folder for `data`; without it, generated images of the same size."""
+    memory: bool = True
+    """Also measure peak memory, each candidate in a process of its own."""
+    out: Path = Path("runs/bench")
+    """Folder for the JSON and the plot."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.images < 1 or not self.threads or min(self.threads) < 1:
+            raise UserError("--rounds, --images and --threads must be at least 1")
+
+
+def run(argv: list[str]) -> None:
+    """Entry point of the command."""
+    options = tyro.cli(Bench, args=argv, prog="ermoe bench")
+    from rich.console import Console
+
+    from ermoe.studies.bench import data, layer, model, routing, scaling
+    from ermoe.studies.bench.peers import Shape
+    from ermoe.studies.bench.record import save, show
+
+    shape, threads = Shape(images=options.images), max(options.threads)
+    benchmarks = {
+        "layer": lambda: layer.run(
+            shape,
+            rounds=options.rounds,
+            threads=list(options.threads),
+            routings=list(options.routings),
+            memory=options.memory,
+        ),
+        "routing": lambda: routing.run(shape, rounds=options.rounds, threads=threads),
+        "scaling": lambda: scaling.run(shape, rounds=options.rounds, threads=threads),
+        "model": lambda: model.run(images=options.images, rounds=options.rounds, threads=threads),
+        "data": lambda: data.run(options.data, rounds=options.rounds, threads=threads),
+    }
+    console = Console()
+    for name in benchmarks if options.what == "all" else [options.what]:
+        result = benchmarks[name]()
+        show(result, console)
+        console.print(f"written: {save(result, options.out)}")

@@ -1,0 +1,323 @@
+"""What the studies on images share: data, models trained once for all studies, and passes over the test images.
+
+Letters: N images.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+from ermoe.analysis.recorder import RoutingRecorder, record_routing
+from ermoe.data.augment import Transform
+from ermoe.data.catalogue import open_images
+from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.loader import Loader
+from ermoe.errors import UserError
+from ermoe.images.classification import Classification, evaluate, transform_for
+from ermoe.images.presets import Recipe, recipe
+from ermoe.images.rivals.image_level import STYLES
+from ermoe.images.two_stages import TwoStageClassification
+from ermoe.models.io import load
+from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
+from ermoe.nn.orthogonality import bases
+from ermoe.studies.paper.study import Setup, slug
+from ermoe.train.loop import fit
+from ermoe.train.run_folder import RunFolder
+from ermoe.train.settings import Training
+
+PAPER_RULE, OFFSETS = "ermoe-none", "ermoe"
+"""The method as the paper has it, and with our offsets."""
+_MINI_STEPS = 1300  # of a miniature on data of your own: two or three minutes on two cores
+_MINI_SIDE = 32
+_MOST_IN_MEMORY = 200_000
+LABELS = {
+    PAPER_RULE: "ERMoE (paper's rule)",
+    OFFSETS: "ERMoE with offsets",
+    "ermoe-mean": "ERMoE with mean offsets",
+    "v-moe": "V-MoE",
+    "soft": "Soft MoE",
+    "base": "BASE",
+    "expert-choice": "Expert choice",
+    "dense": "dense ViT",
+    "single-gated": "Single-gated MoE-style",
+    "deep-moe": "DeepMoE-style",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A data set: its two splits, and a name for folders."""
+
+    name: str
+    train: Images
+    test: Images
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of a table: a method of the presets, with options of the layer and of training that differ.
+
+    ``prepare`` changes a freshly built or loaded model, for what no option can express.
+    """
+
+    name: str
+    method: str = PAPER_RULE
+    sparsity: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] | None = None
+
+    @property
+    def key(self) -> str:
+        """The same for variants that are trained in the same way, whatever a table calls them."""
+        options = [f"{name}={value}" for name, value in sorted({**self.sparsity, **self.training}.items())]
+        own = [slug(self.name)] if self.prepare is not None else []
+        return "_".join([self.method, *options, *own])
+
+
+AS_PRINTED = Variant("Eq. 7 as printed", sparsity={"weight_floor": 1e-3})
+"""Mixing weights in proportion to the scores: what the miniatures, which start from scratch, are spared otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model after training, in evaluation mode, its last evaluation, and the folder of its run."""
+
+    model: nn.Module
+    figures: dict[str, float]
+    folder: Path
+
+
+def source(setup: Setup, path: str | None = None) -> Source:
+    """The images that a study is about: ``path``, else --data, else the digits that come with scikit-learn."""
+    path = path or setup.data
+    if path is None and setup.is_full:
+        raise UserError("--scale full wants the real data: name its folder with --data")
+    return _opened(path or "digits", held=not setup.is_full)
+
+
+@lru_cache(maxsize=2)
+def _opened(place: str, *, held: bool) -> Source:
+    train, test = open_images(place, "train"), open_images(place, "test")
+    return Source(slug(place), _held(train), _held(test)) if held else Source(slug(place), train, test)
+
+
+def _held(images: Images) -> Images:
+    """Images in files decoded once, at the size of the miniatures, as long as there are not too many."""
+    if isinstance(images, ImagesInMemory) or len(images) > _MOST_IN_MEMORY:
+        return images
+    transform, parts = Transform(_MINI_SIDE), []
+    for index_B in track(np.array_split(np.arange(len(images)), -(-len(images) // 500)), "reading", transient=True):
+        parts.append(transform.host(images, index_B, 0))
+    return ImagesInMemory(
+        torch.cat(parts), found=images.found, split=images.split, classes=images.classes, label_N=images.label_N
+    )
+
+
+def describe(setup: Setup, **training: Any) -> str:
+    """Data, model and budget, in a sentence, and where ERMoE departs from the paper, with these changes of training."""
+    data, chosen = source(setup), base_recipe(setup, PAPER_RULE)
+    chosen = replace(chosen, training=replace(chosen.training, **training))
+    epochs = epochs_of(setup, chosen, data)
+    size = "ViT-B/16, experts in every second block" if setup.is_full else _size(chosen)
+    start = f"started from {setup.weights}" if setup.weights else "from scratch"
+    return (
+        f"{data.train.found}; {data.test.found}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
+        f"{_departures(chosen)}"
+    )
+
+
+def _departures(chosen: Recipe) -> str:
+    """In which options ERMoE's layer and training differ from the paper's; nothing where they do not."""
+    sparsity, training = chosen.sparsity or {}, chosen.training
+    found = []
+    if sparsity.get("weight_floor", 0) >= 0.1:
+        found.append(f"{sparsity['weight_floor']:g} is added to each chosen score in Eq. 7, so mixtures are more even")
+    if not sparsity.get("context_grad", True):
+        found.append("attention gets no gradient from routing")
+    if training.basis_lr != 1:
+        found.append(f"bases learn at {training.basis_lr:g} of the rate")
+    if training.retract_every:
+        found.append(f"bases are retracted every {training.retract_every} steps, not once an epoch")
+    return f" ERMoE departs from the paper: {'; '.join(found)}." if found else ""
+
+
+def _size(chosen: Recipe) -> str:
+    args = chosen.model_args
+    tokens = (args["img_size"] // args["patch_size"]) ** 2
+    return (
+        f"a ViT of width {args['embed_dim']} and depth {args['depth']} at {args['img_size']} pixels "
+        f"({tokens} patches), experts in blocks 1 and 3"
+    )
+
+
+def base_recipe(setup: Setup, method: str) -> Recipe:
+    """The preset that a method has at this scale: ViT-B/16 or ResNet-18, a miniature, or a toy for digits."""
+    if setup.is_full and method == PAPER_RULE:
+        return recipe("paper-ermoe")
+    convolutional = method in STYLES
+    if setup.is_full:
+        return recipe(f"resnet18-{method}" if convolutional else f"b16-{method}")
+    if setup.data is None and setup.pretrain is None:
+        return recipe(f"digits-{method}")
+    return recipe(f"cifar-{method}" if convolutional else f"cifar17-{method}")
+
+
+def recipe_of(setup: Setup, variant: Variant, seed: int, data: Source) -> Recipe:
+    """The recipe of one run."""
+    chosen = base_recipe(setup, variant.method)
+    sparsity = None if chosen.sparsity is None else {**chosen.sparsity, **variant.sparsity}
+    if sparsity is not None and sparsity.get("experts") == "dense":  # plain weights have no rank
+        sparsity.pop("rank", None)
+    epochs = epochs_of(setup, chosen, data)
+    share = epochs / chosen.training.epochs
+    budget = {"epochs": epochs, "warmup_epochs": share * chosen.training.warmup_epochs, "seed": seed}
+    return replace(chosen, sparsity=sparsity, training=replace(chosen.training, **{**budget, **variant.training}))
+
+
+def epochs_of(setup: Setup, chosen: Recipe, data: Source) -> int:
+    """--epochs, else the preset's; miniatures on data of your own have a budget of steps instead."""
+    if setup.epochs is not None:
+        return setup.epochs
+    if setup.is_full or chosen.architecture in STYLES or chosen.model_args["img_size"] < _MINI_SIDE:
+        return chosen.training.epochs
+    return max(2, round(_MINI_STEPS * chosen.training.batch_size / len(data.train)))
+
+
+class Watched(Classification):
+    """Classification that also writes down how far the bases had drifted when an epoch ended, before retraction.
+
+    Studies read the last epoch, so only that one is evaluated, and none is chosen by its figures on test images.
+    """
+
+    goal = "none"
+
+    def __init__(self, model: nn.Module, train: Images, test: Images, settings: Training, **options: Any) -> None:
+        super().__init__(model, train, test, settings, **options)
+        self.epochs = self.epochs_left = settings.epochs
+        self.drift: dict[str, float] = {}
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[list[Any]]:
+        yield from super().batches(epoch, first_step)
+        self.epochs_left = self.epochs - epoch - 1
+        self.drift = drift(self.model)  # the last step is over, the retraction comes next
+
+    def evaluate(self) -> dict[str, float]:
+        return {} if self.epochs_left else {**super().evaluate(), **self.drift}
+
+
+@torch.no_grad()
+def drift(model: nn.Module) -> dict[str, float]:
+    """Worst spectral error and summed squared Frobenius error of all bases; nothing for a model without any."""
+    found = [basis.detach() for basis in bases(model)]
+    if not found:
+        return {}
+    return {
+        "drift": max(float(orthonormality_error(basis).max()) for basis in found),
+        "penalty": sum(float(orthogonality_penalty(basis)) for basis in found),
+    }
+
+
+def trained(setup: Setup, variant: Variant, seed: int, data: Source) -> Trained:
+    """A variant trained on ``data``, or taken from the folder where another study trained it."""
+    chosen = recipe_of(setup, variant, seed, data)
+    folder = setup.trained(data.name) / f"{variant.key}-{seed}"
+    model = chosen.build(len(data.train.classes), weights=setup.weights)
+    if variant.prepare is not None:
+        variant.prepare(model)
+    options: dict[str, Any] = {"augmentation": chosen.augmentation, "label_smoothing": chosen.label_smoothing}
+    task_class: Any = TwoStageClassification if chosen.architecture in STYLES else Watched
+    task = task_class(model, data.train, data.test, chosen.training, **options, workers=_workers(data))
+    config = {**asdict(chosen), "data": data.name, "num_images": len(data.train), "weights": setup.weights}
+    config.pop("training")
+    figures = fit(task, chosen.training, folder, config=config, console=setup.console)
+    return Trained(loaded(RunFolder(folder).final, variant), figures, folder)
+
+
+def loaded(folder: str | os.PathLike[str], variant: Variant) -> nn.Module:
+    """A saved model of a variant, ready for evaluation."""
+    model = load(folder)
+    if variant.prepare is not None:
+        variant.prepare(model)
+    return model.eval()
+
+
+def _workers(data: Source) -> int:
+    """Files are read ahead; what is in memory needs nobody."""
+    return 0 if isinstance(data.train, ImagesInMemory) else 2
+
+
+def loader_of(model: nn.Module, data: Source) -> Loader:
+    """The test images as the model wants them."""
+    return Loader(data.test, transform_for(model), batch_size=250, workers=_workers(data))
+
+
+def examined(model: nn.Module, data: Source) -> tuple[dict[str, float], RoutingRecorder]:
+    """Accuracy and loss on the test images, and the recording of their routing."""
+    with record_routing(model, classes=data.test.classes) as recorder:
+        figures = evaluate(model, loader_of(model, data), recorder)
+    return figures, recorder
+
+
+@torch.inference_mode()
+def routed(model: nn.Module, data: Source) -> RoutingRecorder:
+    """The routing of test images whose classes need not be the model's."""
+    with record_routing(model, classes=data.test.classes) as recorder:
+        for (batch,) in loader_of(model, data).epoch():
+            recorder.labels(batch.label)
+            model(batch.image)
+    return recorder
+
+
+def mean_over_layers(recorder: RoutingRecorder, measure: str) -> float:
+    """The mean of a measure over layers."""
+    values = [figures[measure] for figures in recorder.summary().values()]
+    return sum(values) / len(values)
+
+
+def halves(data: Source) -> tuple[Source, Source]:
+    """Two data sets of different classes: one to learn features from, one to probe them on."""
+    middle = len(data.train.classes) // 2
+    parts = (range(middle), range(middle, len(data.train.classes)))
+    first, second = (
+        Source(f"{data.name}-half{number}", chosen(data.train, classes), chosen(data.test, classes))
+        for number, classes in enumerate(parts, 1)
+    )
+    return first, second
+
+
+def chosen(images: Images, classes: Sequence[int]) -> Images:
+    """Only the images of some classes, which are numbered anew."""
+    index_N = torch.isin(images.label_N, torch.tensor(list(classes))).nonzero().squeeze(1)
+    label_N = torch.searchsorted(torch.tensor(list(classes)), images.label_N[index_N])
+    names = [images.classes[c] for c in classes]
+    found = f"{images.found}, of which classes {names[0]} to {names[-1]}: {len(index_N)} images"
+    if isinstance(images, ImagesInMemory):
+        return ImagesInMemory(
+            images.image_NCHW[index_N], found=found, split=images.split, classes=names, label_N=label_N
+        )
+    return Chosen(images, index_N, found=found, classes=names, label_N=label_N)
+
+
+class Chosen(Images):
+    """Some of the images of another set."""
+
+    def __init__(self, images: Images, index_N: Tensor, *, found: str, classes: Sequence[str], label_N: Tensor) -> None:
+        super().__init__(found=found, split=images.split, classes=classes, label_N=label_N)
+        self.images = images
+        self.index = index_N.tolist()
+
+    def name(self, index: int) -> str:
+        return self.images.name(self.index[index])
+
+    def read(self, index: int) -> Tensor:
+        return self.images.read(self.index[index])

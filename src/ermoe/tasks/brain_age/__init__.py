@@ -1,1 +1,0 @@
-"""Brain age: from T1 scans to estimates with intervals, calibration and a report."""

@@ -1,0 +1,326 @@
+"""From a data set to predictions and a report, on phantoms."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import ermoe
+from ermoe.brain.calibration import Calibration, Line
+from ermoe.brain.commands import Train
+from ermoe.brain.data.cohort import open_cohort
+from ermoe.brain.data.phantom import synthesize
+from ermoe.brain.data.preprocess import Preprocessing, prepare
+from ermoe.brain.data.splits import Splits
+from ermoe.brain.evaluation import Evaluation
+from ermoe.brain.learning import Place, learn_phantoms
+from ermoe.brain.model import BrainAgeModel, hashed_id
+from ermoe.brain.predict import Prediction, predict
+from ermoe.brain.recipes import NETWORKS, recipe
+from ermoe.brain.reporting.page import report
+from ermoe.brain.results import held_out
+from ermoe.brain.run import train
+from ermoe.cli.main import main
+from ermoe.errors import UserError
+from ermoe.train.distributed import Processes
+from ermoe.train.run_folder import read_lines
+from support.bids import bids_errors
+
+QUIET = Console(quiet=True)
+
+
+def table(path):
+    """Rows of a TSV."""
+    header, *lines = path.read_text(encoding="utf-8").splitlines()
+    return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
+
+
+def alone(root, number, folder, name):
+    """A person's T1 under another name, with its brain mask beside it."""
+    scan = open_cohort(root).scans[number]
+    shutil.copy(scan.mask, folder / f"{name}_desc-brain_mask.nii.gz")
+    return shutil.copy(scan.t1, folder / f"{name}_T1w.nii.gz")
+
+
+def test_everybody_is_tested_once_by_a_network_that_never_saw_them(finished, cohort_root):
+    scans = open_cohort(cohort_root).with_age
+    splits = Splits.load(finished / "splits.tsv", scans)
+    assert splits.num_folds == 3
+    assert all(sorted(parts) == ["test", "train", "train"] for parts in splits.parts.values())
+    evaluation = Evaluation.of(finished, cache=finished.parent / "none")
+    assert len(evaluation.scans) == 12
+    assert np.isfinite(evaluation.held_out.raw_N).all()
+
+
+def test_a_run_writes_down_its_learning_curve_and_the_region_probe(finished):
+    lines = [line for line in read_lines(finished / "folds" / "fold-0" / "metrics.jsonl") if line["kind"] == "test"]
+    assert all(line["test_mae"] > 0 for line in lines)
+    assert {"probe/wm/wm_expert", "probe/csf/free_expert4"} <= lines[0].keys()
+    assert not (finished / "folds" / "fold-0" / "checkpoints" / "best").exists()  # held-out people choose nothing
+
+
+def test_a_run_that_goes_on_ends_as_if_nothing_had_happened(finished, cohort_root, cache, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(finished, again)
+    shutil.rmtree(again / "model")
+    shutil.rmtree(again / "folds" / "fold-1")
+    (again / "outputs.safetensors").unlink()
+    train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET)
+    before, after = BrainAgeModel.load(finished), BrainAgeModel.load(again)
+    for name, network in before.networks.items():
+        for key, value in network.state_dict().items():
+            assert torch.equal(value, after.networks[name].state_dict()[key]), (name, key)
+    with pytest.raises(UserError, match="another configuration"):
+        train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET, seed=5)
+
+
+def test_the_model_keeps_no_readable_ids(finished):
+    text = (finished / "model" / "brain_age.json").read_text()
+    assert "sub-" not in text
+    assert len(json.loads(text)["parts"]) == 12
+
+
+def test_a_person_is_judged_by_folds_that_have_not_seen_them(finished, cohort_root):
+    model = BrainAgeModel.load(finished)
+    person = open_cohort(cohort_root).scans[0].participant_id
+    folds, seen = model.folds_for(person)
+    assert seen
+    assert [model.parts[hashed_id(person)][list(model.networks).index(fold)] for fold in folds] == ["test"]
+    assert model.folds_for(person.replace("sub-", "sub-0")) == (folds, True)  # other padding, the same person
+    assert model.folds_for("sub-somebodyElse") == (["fold-0", "fold-1", "fold-2"], False)
+
+
+def test_a_crash_is_a_row_too(finished, cohort_root):
+    def read(scan):
+        raise ZeroDivisionError("nobody thought of this")
+
+    (row,) = predict(BrainAgeModel.load(finished), open_cohort(cohort_root).scans[:1], read=read)
+    assert "ZeroDivisionError: nobody thought of this" in row.problem
+
+
+def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):
+    scan = open_cohort(cohort_root).scans[3]
+    (row,) = ermoe.brain.load(finished).predict_all([cohort_root], participants=[scan.participant_id])
+    evaluation = Evaluation.of(finished)
+    expected = evaluation.held_out.raw_N[[s.key for s in evaluation.scans].index(scan.key)]
+    assert isinstance(row, Prediction)
+    assert row.brain_age == pytest.approx(expected, abs=1e-2)
+    assert row.seen_in_training
+    assert row.brain_age_low < row.brain_age_high
+
+
+def test_a_known_person_is_corrected_by_lines_that_never_saw_their_age(finished, cohort_root, tmp_path):
+    model = BrainAgeModel.load(finished)
+    shifted = {fold: Calibration({"pooled": Line(float(n), 1.0)}) for n, fold in enumerate(model.networks)}
+    lines = {"calibration": Calibration({"pooled": Line(100.0, 1.0)}), "calibration_of_fold": shifted}
+    model = dataclasses.replace(model, **lines)
+    scan = open_cohort(cohort_root).scans[3]
+    (known,) = predict(model, [scan])
+    ((fold,), _) = model.folds_for(scan.participant_id)
+    assert known.brain_age - known.brain_age_calibrated == pytest.approx(list(model.networks).index(fold))
+    (new,) = predict(model, [dataclasses.replace(scan, participant_id="sub-new")])
+    assert new.brain_age - new.brain_age_calibrated == pytest.approx(100)
+
+
+def test_a_new_person_is_judged_by_all_folds_and_flagged_if_unlike_training(finished, cohort_root, tmp_path):
+    row = ermoe.brain.load(finished).predict(alone(cohort_root, 0, tmp_path, "sub-new"))
+    assert row.num_folds == 3
+    assert not row.seen_in_training
+    assert not row.unusual_mask
+    assert math.isnan(row.age)
+
+
+def test_a_mask_from_elsewhere_is_flagged_with_a_warning(finished, cohort_root, caplog):
+    model = dataclasses.replace(BrainAgeModel.load(finished), mask_sources=("deepbet",))
+    rows = list(predict(model, open_cohort(cohort_root).scans[:2]))
+    assert all(row.unusual_mask for row in rows)
+    assert caplog.text.count("cut brains out differently") == 1
+
+
+def test_a_scan_that_is_no_t1_is_flagged(finished, cohort_root):
+    model, (scan, *_) = BrainAgeModel.load(finished), open_cohort(cohort_root).scans
+    volume = prepare(scan, model.preprocessing)
+    negative = dataclasses.replace(volume, t1_XYZ=-volume.t1_XYZ)
+    rows = [next(predict(model, [scan], read=lambda _, own=own: own)) for own in (volume, negative)]
+    assert [row.unlike_t1 for row in rows] == [False, True]
+
+
+def test_ages_outside_of_training_are_flagged(finished, cohort_root):
+    model = dataclasses.replace(BrainAgeModel.load(finished), age_range=(1.0, 2.0))
+    (row,) = predict(model, open_cohort(cohort_root).scans[:1])
+    assert row.outside_age_range
+
+
+def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_root, tmp_path, capsys):
+    (tmp_path / "sub-x_T1w.nii.gz").write_bytes(b"no image")
+    good = alone(cohort_root, 1, tmp_path, "sub-good")
+    command = ["brain", "predict", str(finished), str(tmp_path / "sub-x_T1w.nii.gz"), str(good)]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert "1 of 2 scans predicted" in capsys.readouterr().out
+    rows = table(tmp_path / "out" / "desc-predictions_brainage.tsv")
+    broken, usable = sorted(rows, key=lambda row: row["brain_age"] != "n/a")
+    assert broken["problem"] != "n/a"
+    assert float(usable["brain_age"]) > 0
+    assert "Description" in json.loads((tmp_path / "out" / "desc-predictions_brainage.json").read_text())["gap"]
+    assert bids_errors(tmp_path / "out") == []
+    with pytest.raises(UserError, match="sub-x"):
+        ermoe.brain.load(finished).predict(tmp_path / "sub-x_T1w.nii.gz")
+
+
+def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, capsys):
+    person = open_cohort(cohort_root).scans[2].participant_id
+    assert main(["brain", "predict", str(finished), str(cohort_root), "--participant-label", person]) == 0
+    assert f"{person}: " in capsys.readouterr().out
+
+
+def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, cache, tmp_path):
+    page = report(finished, tmp_path, cache=cache, occlusion_scans=1)
+    text = page.read_text(encoding="utf-8")
+    for heading in ("How far off", "Predicted against chronological age", "Tissues and experts", "Where it looks",
+                    "Scans, worst predictions first", "Training", "Model card"):  # fmt: skip
+        assert heading in text
+    description = json.loads((tmp_path / "dataset_description.json").read_text())
+    assert description["DatasetType"] == "derivative"
+    rows = table(tmp_path / "desc-heldout_brainage.tsv")
+    assert len(rows) == 12
+    assert set(rows[0]) == set(json.loads((tmp_path / "desc-heldout_brainage.json").read_text()))
+    metrics = table(tmp_path / "desc-metrics_brainage.tsv")
+    assert {"all", "sex F", "sex M"} <= {row["group"] for row in metrics}
+    card = (tmp_path / "model-card.md").read_text()
+    assert "Research use only" in card
+    assert "## Do not\n\n- diagnose" in card
+    assert re.search(r"<h3>Do not</h3>\s*<ul><li>diagnose", text), "without its heading it would read as advice"
+    assert len(list((tmp_path / "figures").glob("*.png"))) >= 7
+    assert bids_errors(tmp_path) == []
+
+
+def test_simple_estimates_stand_beside_the_network(finished, cache):
+    evaluation = Evaluation.of(finished, cache=cache)
+    assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
+    assert all(np.isfinite(values).all() for values in evaluation.estimates.values())
+    assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
+
+
+@pytest.mark.parametrize("method", [method for method in NETWORKS if method != "ermoe"])
+def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_path):
+    model = train(
+        cohort_root, tmp_path, preset="tiny", method=method, folds=2, cache=cache, console=QUIET, check=False, epochs=1
+    )
+    assert set(BrainAgeModel.load(tmp_path).networks) == {"fold-0", "fold-1"}
+    assert math.isfinite(model.facts["raw"]["mae"])
+
+
+def test_the_grid_is_a_matter_of_options():
+    command = Train("data", spacing_mm=3.0, patch_size=8, normalisation="mean", probe_epochs=(2, 4))
+    chosen = command._adapted(recipe("small", "ermoe", **command._changes()))
+    assert chosen.preprocessing == Preprocessing(3.0, (64, 80, 64), "mean")  # 192 × 224 × 192 mm in whole cubes
+    assert chosen.probe_epochs == (2, 4)
+    assert chosen.build(chosen.age_head([50.0])).pos_embed.shape[1:4] == (8, 10, 8)
+    usual = Train("data")
+    assert usual._adapted(recipe("small", "ermoe", **usual._changes())) == recipe("small", "ermoe")
+    for wrong in (6, 0, -8):
+        with pytest.raises(UserError, match="blocks of 4 voxels must fill a cube"):
+            Train("data", patch_size=wrong)._adapted(recipe("small", "ermoe"))
+
+
+def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path):
+    options = {"cache": cache, "console": QUIET, "check": False, "epochs": 1, "rate_after_warm_start": 0.5}
+    train(cohort_root, tmp_path, preset="tiny", folds=2, **options)
+    fold = tmp_path / "folds" / "fold-0"
+    settings = [json.loads((stage / "config.json").read_text())["training"] for stage in (fold / "warm-start", fold)]
+    assert [stage["base_lr"] for stage in settings] == pytest.approx([0.1, 0.05])
+
+
+@pytest.mark.parametrize("head", ["bins-l1", "regression"])
+@pytest.mark.parametrize("split", ["holdout", "leave-site-out"])
+def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
+    model = train(
+        cohort_root, tmp_path, preset="tiny", head=head, split=split, cache=cache, console=QUIET, check=False,
+        epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train",
+    )  # fmt: skip
+    evaluation = Evaluation.of(tmp_path, cache=cache)
+    assert np.isfinite(held_out(evaluation.outputs).raw_N).all()
+    assert (model.intervals(torch.zeros(1, 1, model.head.num_outputs)) is None) == (head == "regression")
+    if split == "holdout":
+        assert (tmp_path / "folds" / model.facts["split"]).exists() or len(model.networks) == 1
+
+
+def test_what_phantoms_taught_is_kept(cache):
+    chosen = recipe("tiny", "ermoe")
+    head = chosen.age_head([40.0, 80.0])
+    place = Place(cache, Processes(), QUIET)
+    first = learn_phantoms(chosen, head, place)
+    made = sorted((cache / "pretrained").iterdir())
+    second = learn_phantoms(chosen, head, place)
+    assert sorted((cache / "pretrained").iterdir()) == made
+    fresh = chosen.build(head).state_dict()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    assert any(not torch.equal(value, fresh[name]) for name, value in first.state_dict().items())
+
+
+def test_a_model_can_start_from_another_that_does_not_know_its_test_people(finished, cohort_root, cache, tmp_path):
+    options = {"preset": "tiny", "init": str(finished), "cache": cache, "console": QUIET, "check": False, "epochs": 1}
+    model = train(cohort_root, tmp_path / "same", folds=3, **options)
+    assert len(model.networks) == 3
+    with pytest.raises(UserError, match="has learnt from people who are to be held out"):
+        train(cohort_root, tmp_path / "other", folds=3, fold_seed=1, **options)
+    others = synthesize(tmp_path / "bids", 6, seed=5, spacing_mm=6.0)
+    for path in sorted(others.rglob("*sub-*"), key=lambda path: -len(path.parts)):
+        path.rename(path.with_name(path.name.replace("sub-", "sub-other")))
+    table = others / "participants.tsv"
+    table.write_text(table.read_text().replace("sub-", "sub-other"))
+    later = train(others, tmp_path / "later", folds=2, **options)
+    known = open_cohort(cohort_root).scans[0].participant_id
+    assert later.knows(known)
+    assert later.fold_without(["sub-nobody"]) == "fold-0"
+
+
+def test_a_run_folder_is_for_one_set_of_people_and_ages(finished, cohort_root, cache, tmp_path):
+    run, data = (shutil.copytree(source, tmp_path / source.name) for source in (finished, cohort_root))
+    table = data / "participants.tsv"
+    header, first, *rest = table.read_text().splitlines()
+    name, _age, *others = first.split("\t")
+    table.write_text("\n".join([header, "\t".join([name, "33.0", *others]), *rest]) + "\n")
+    with pytest.raises(UserError, match="scans_and_ages"):
+        train(data, run, preset="tiny", folds=3, cache=cache, console=QUIET)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["path"] = str(data)
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="have changed since"):
+        Evaluation.of(run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["predict", "nowhere", "scan.nii.gz"], "holds no brain-age model"),
+        (["report", "nowhere"], "is no run folder"),
+        (["train", "nowhere"], "does not exist"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["brain", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_prediction_waits_for_no_library_it_does_not_use():
+    """Each of them takes seconds to import: as long as the whole of one prediction may take."""
+    heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}
+    code = f"import sys\nimport ermoe.brain.predict\nprint(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_help_needs_no_torch():
+    code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["train", "predict", "report", "doctor", "synthesize", "demo"]

@@ -1,0 +1,173 @@
+"""Every study on images runs from end to end on a handful of digits, and measures what it says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from rich.console import Console
+
+from ermoe.analysis.recorder import moe_layers
+from ermoe.data.catalogue import open_images
+from ermoe.errors import UserError
+from ermoe.images.presets import recipe
+from ermoe.models.upcycle import upcycle
+from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
+from ermoe.studies.paper.images import PAPER_RULE, Source, Variant
+from ermoe.studies.paper.study import Setup, run
+
+NAMES = ["threshold", "lambda", "top-k", "balance", "ablation", "train-heatmaps", "expert-choice"]
+
+
+def few(split, number):
+    whole = open_images("digits", split)
+    chosen = images.Chosen(
+        whole, torch.arange(number), found=f"{number} digits", classes=whole.classes, label_N=whole.label_N[:number]
+    )
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Studies share what they train."""
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture
+def setup(tmp_path, work, monkeypatch):
+    def brief(setup, method):
+        chosen = recipe(f"digits-{method}")
+        epochs = 2 if method in ("single-gated", "deep-moe") else 1
+        return replace(chosen, training=replace(chosen.training, epochs=epochs, batch_size=50, warmup_epochs=0.0))
+
+    data = Source("few", few("train", 100), few("test", 60))
+    monkeypatch.setattr(images, "base_recipe", brief)
+    monkeypatch.setattr(images, "source", lambda setup, path=None: data)
+    monkeypatch.setattr(images, "_workers", lambda data: 0)
+    monkeypatch.setattr(orthogonality, "LAMBDAS", (0.0, 5e-5, 1e-2))
+    monkeypatch.setattr(top_k, "NUMBERS", (1, 2, 6))
+    rows = ("normal weights", "learned logits", ablation.FULL.name, "square basis")
+    monkeypatch.setattr(ablation, "ROWS", {name: ablation.ROWS[name] for name in rows})
+    return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_study_runs_and_shows_both_sides(setup, name):
+    found = run(catalogue.find(name), setup)
+    assert found.rows
+    assert all(len(row) == len(found.header) for row in found.rows)
+    place = setup.place(name)
+    assert (place / "result.md").is_file()
+    assert (found.drawing is None) or (place / "plot.png").stat().st_size > 5000
+    before = {path.name: path.stat().st_mtime_ns for path in place.glob("*.json")}
+    assert before
+    run(catalogue.find(name), setup)
+    assert {path.name: path.stat().st_mtime_ns for path in place.glob("*.json")} == before
+
+
+def test_the_threshold_never_changes_a_choice_but_pruning_does(setup):
+    figures = threshold.sweep(setup, PAPER_RULE, 1)
+    used = [figures["pruned"][str(t)]["experts_per_token"] for t in threshold.THRESHOLDS]
+    assert used == sorted(used, reverse=True)
+    assert used[-1] >= 1
+    rates = list(figures["fallback"].values())
+    assert rates == sorted(rates)
+
+
+def test_pruning_is_undone(setup):
+    model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10)
+    router = next(iter(moe_layers(model).values())).router
+    with threshold.pruning(model, 0.9):
+        assert (router.threshold, router.below_threshold) == (0.9, "prune")
+    assert (router.threshold, router.below_threshold) == (0.5, "fill")
+
+
+def test_a_square_basis_cannot_tell_experts_apart(setup):
+    model = images.recipe_of(setup, ablation.ROWS["square basis"][0], 1, images.source(setup)).build(10)
+    ablation.square_bases(model)
+    recorder = images.routed(model.eval(), images.source(setup))
+    assert images.mean_over_layers(recorder, "spread") < 1e-5
+    plain = images.recipe_of(setup, ablation.FULL, 1, images.source(setup)).build(10)
+    assert images.mean_over_layers(images.routed(plain.eval(), images.source(setup)), "spread") > 0.1
+
+
+def test_variants_share_what_is_trained_alike(setup):
+    assert Variant("a").key == Variant("b").key == PAPER_RULE
+    assert Variant("a", sparsity={"top_k": 1}).key != Variant("a").key
+    assert ablation.ROWS["square basis"][0].key.endswith("square-basis")
+
+
+def test_a_trained_model_is_the_averaged_one_that_was_evaluated(setup):
+    data = images.source(setup)
+    result = images.trained(setup, Variant(PAPER_RULE), 1, data)
+    figures, _ = images.examined(result.model, data)
+    assert figures["top1"] == pytest.approx(result.figures["top1"])
+    assert result.figures["drift"] > 0
+    assert images.trained(setup, Variant("again"), 1, data).figures == result.figures
+
+
+def test_halves_share_no_class_and_lose_no_image():
+    data = Source("digits", open_images("digits", "train"), open_images("digits", "test"))
+    first, second = images.halves(data)
+    assert first.train.classes == list("01234")
+    assert second.train.classes == list("56789")
+    assert len(first.train) + len(second.train) == len(data.train)
+    for part, offset in ((first, 0), (second, 5)):
+        assert int(part.train.label_N.min()) == 0
+        assert int(part.train.label_N.max()) == 4
+        original = (data.train.label_N >= offset) & (data.train.label_N < offset + 5)
+        assert torch.equal(part.train.label_N + offset, data.train.label_N[original])
+        assert torch.equal(part.train.image_NCHW, data.train.image_NCHW[original])
+
+
+def test_chosen_images_in_files_are_read_through():
+    whole = few("test", 40)
+    part = images.chosen(whole, [3, 7])
+    assert isinstance(part, images.Chosen)
+    assert set(part.label_N.tolist()) == {0, 1}
+    for index in range(len(part)):
+        original = part.index[index]
+        assert torch.equal(part.read(index), whole.read(original))
+        assert whole.label_N[original] == (3, 7)[int(part.label_N[index])]
+
+
+@pytest.mark.parametrize("style", ["single-gated", "deep-moe"])
+def test_convolutional_rivals_train_and_can_be_probed(setup, style):
+    data = images.source(setup)
+    result = images.trained(setup, Variant(style, style), 1, data)
+    assert 0 <= result.figures["top1"] <= 1
+    found = few_shot.probes(result.model, data, 1, shots=(2,))
+    assert set(found) == {"images-2", "epochs-2"}
+
+
+def test_few_shot_at_full_scale_wants_two_data_sets(setup):
+    full = replace(setup, scale="full", data="cifar")
+    with pytest.raises(UserError, match="--pretrain"):
+        few_shot.sources(full)
+
+
+def test_times_of_a_pass_are_ratios_to_two_experts(setup):
+    model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10).eval()
+    times = top_k.step_times(model, images.source(setup), rounds=2)
+    assert times["2"] == 1
+    assert np.isfinite(list(times.values())).all()
+
+
+@pytest.mark.parametrize("name", ablation.ROWS)
+def test_every_row_of_the_ablation_can_be_built_at_full_scale(name):
+    data = Source("none", few("train", 1), few("test", 1))
+    chosen = images.recipe_of(Setup(scale="full"), ablation.ROWS[name][0], 1, data)
+    with torch.device("meta"):
+        dense = timm.create_model(chosen.architecture, **chosen.model_args)
+    assert upcycle(dense, init=chosen.init, inplace=True, **chosen.sparsity).sparsity.num_experts == 8
+
+
+def test_what_a_miniature_changes_in_the_method_is_said(setup):
+    said = images.describe(setup)
+    assert "departs from the paper: 1 is added to each chosen score in Eq. 7" in said
+    assert "retracted every 10 steps" in said
+    assert "retracted" not in orthogonality.STUDY.ours(setup)
+    full = replace(setup, scale="full", data="imagenet")
+    assert images._departures(recipe("paper-ermoe")) == ""
+    assert "ViT-B/16" in images.describe(full)

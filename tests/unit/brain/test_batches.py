@@ -1,0 +1,92 @@
+"""Batches: order, isolation and kept variants beside what they stand for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ermoe.brain.batches import ScanSet, VolumeLoader
+from ermoe.brain.contrast import network_input
+from ermoe.brain.data.augment import VolumeAugmentation
+from ermoe.brain.variants import Variants
+from ermoe.data.order import Order
+from support.tiny_brains import BallCache, people
+
+AUGMENTATION = VolumeAugmentation(shift_mm=2.0)
+
+
+class KeptBalls(BallCache):
+    """With what `Variants` asks of a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.asked = folder, 0
+
+    def key(self, scan):
+        return scan.key
+
+    def volume(self, scan, *, with_tissue=False):
+        self.asked += 1
+        return super().volume(scan, with_tissue=with_tissue)
+
+
+def test_a_batch_is_the_network_input_of_its_scans():
+    volumes = ScanSet(BallCache(), people(3), "blocks")
+    batch = volumes.batch(np.array([2, 0]))
+    volume = BallCache().volume(volumes.scans[2])
+    seen, mask = network_input("blocks", *(torch.from_numpy(part)[None] for part in (volume.t1_XYZ, volume.mask_XYZ)))
+    torch.testing.assert_close(batch.input_BCXYZ[:1], seen)
+    assert torch.equal(batch.mask_BXYZ[:1], mask)
+    assert batch.age_B.tolist() == pytest.approx([volumes.scans[2].age, volumes.scans[0].age])
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("contrast", 1 / 500), ("blocks", 2e-3), ("t1", 4e-3)])
+def test_kept_variants_are_augmented_inputs(kind, tolerance, tmp_path):
+    pytest.importorskip("monai")
+    cache = KeptBalls(tmp_path)
+    kept = Variants(cache, AUGMENTATION, kind, 3)
+    (scan,) = people(1)
+    found = [kept.input(scan, seed=0, epoch=epoch, index=0) for epoch in range(12)]
+    assert cache.asked == len(list(tmp_path.rglob("*.npz"))) <= 3
+    different = {tuple(seen.flatten()[:: max(1, seen.numel() // 50)].tolist()) for seen, _ in found}
+    assert 2 <= len(different) <= 3
+    again = Variants(cache, AUGMENTATION, kind, 3).input(scan, seed=0, epoch=0, index=0)
+    assert torch.equal(again[0], found[0][0])
+    plain = network_input(
+        kind, *(torch.from_numpy(p)[None] for p in (cache.volume(scan).t1_XYZ, cache.volume(scan).mask_XYZ))
+    )
+    assert again[0].shape == plain[0][0].shape
+    still = Variants(cache, VolumeAugmentation(probability=0.0, noise=0.0, bias_field=0.0, gamma=0.0), kind, 1)
+    torch.testing.assert_close(still.input(scan, seed=0, epoch=0, index=0)[0], plain[0][0], atol=tolerance, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("blocks", 2e-3), ("t1", 4e-3)])
+@pytest.mark.parametrize("swapped", [None, (1, 2, 0)])
+def test_kept_tissues_are_those_made_anew(kind, tolerance, swapped, tmp_path):
+    anew = ScanSet(KeptBalls(tmp_path), people(2), kind, regions=True, swapped=swapped)
+    kept = replace(anew, variants=4)
+    every = np.arange(len(anew))
+    for _ in range(2):  # written, then read
+        found, wanted = kept.batch(every), anew.batch(every)
+        torch.testing.assert_close(found.input_BCXYZ, wanted.input_BCXYZ, atol=tolerance, rtol=2e-3)
+        assert torch.equal(found.mask_BXYZ, wanted.mask_BXYZ)
+        assert torch.equal(found.region_B, wanted.region_B)
+    assert len(list(tmp_path.rglob("*.npz"))) == len(anew)
+
+
+def test_small_sets_go_round_and_resume_at_any_step():
+    volumes = ScanSet(BallCache(), people(3), "t1")
+    loader = VolumeLoader(volumes, order=Order(12, 4, seed=1), num_parts=2)
+    whole = [[part.age_B.tolist() for part in parts] for parts in loader.epoch(5)]
+    assert [len(parts) for parts in whole] == [2, 2, 2]
+    assert [[part.age_B.tolist() for part in parts] for parts in loader.epoch(5, first_step=2)] == whole[2:]
+    seen = sorted(age for parts in whole for part in parts for age in part)
+    assert seen == pytest.approx(sorted(4 * [scan.age for scan in volumes.scans]), abs=1e-4)
+
+
+def test_workers_read_the_same():
+    volumes = ScanSet(BallCache(), people(4), "t1")
+    alone, helped = ([b.input_BCXYZ for (b,) in VolumeLoader(volumes, batch_size=2, workers=w).epoch()] for w in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
