@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from ermoe.data.brain.cohort import open_cohort
 from ermoe.data.brain.phantom import synthesize
 from ermoe.data.brain.scans import Scan
 from ermoe.errors import UserError
+from ermoe.files import cache_folder
 from ermoe.models.brain.age_head import AgeHead
 from ermoe.models.brain.contrast import VERSION, reduction
 from ermoe.models.io import load
@@ -46,10 +46,8 @@ class Place:
 
 
 def default_cache() -> Path:
-    """``$ERMOE_CACHE``, or ermoe's folder among the user's caches."""
-    if own := os.environ.get("ERMOE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe" / "brain"
+    """Prepared volumes and phantoms, unless another place is named."""
+    return cache_folder("brain")
 
 
 def learn_regions(
