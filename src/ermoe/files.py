@@ -82,6 +82,16 @@ def _refusal(problem: Exception, draft: Path) -> OSError | None:
     return None
 
 
+def cache_folder(name: str) -> Path:
+    """Where things of one kind are kept that can be made again: in ``$ERMOE_CACHE``, or among the user's caches.
+
+    >>> cache_folder("brain").name
+    'brain'
+    """
+    own = os.environ.get("ERMOE_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
+
+
 def append(path: Path, data: bytes) -> None:
     """Adds ``data`` at the end of a file: all of it, or nothing if the disk refuses."""
     try:

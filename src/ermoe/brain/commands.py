@@ -88,7 +88,7 @@ class Train:
     check: bool = True
     """First look at every scan, and stop at errors."""
     cache: Path | None = None
-    """Prepared volumes and phantoms; $ERMOE_CACHE, or ermoe's folder among your caches."""
+    """Prepared volumes and phantoms; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
     workers: int = 0
     """Processes that read and augment ahead; on a machine with few cores none is best."""
     threads: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from ermoe.brain.data.scans import Scan
 from ermoe.brain.recipes import Recipe
 from ermoe.brain.regions import ProbedEstimation, RegionWarmStart, point_prototypes
 from ermoe.errors import UserError
+from ermoe.files import cache_folder
 from ermoe.models.io import load
 from ermoe.models.weights.state import load_state
 from ermoe.train.distributed import Processes
@@ -46,10 +46,8 @@ class Place:
 
 
 def default_cache() -> Path:
-    """``$ERMOE_CACHE``, or ermoe's folder among the user's caches."""
-    if own := os.environ.get("ERMOE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe" / "brain"
+    """Prepared volumes and phantoms, unless another place is named."""
+    return cache_folder("brain")
 
 
 def learn_regions(

@@ -7,9 +7,11 @@ with tyro before it imports anything heavy.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
+from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
 
@@ -65,8 +67,17 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(_unknown(name))
+    if not {"-h", "--help"} & set(rest):
+        _limit_cpu()
     import_module(COMMANDS[name][0]).run(rest)
     return 0
+
+
+def _limit_cpu() -> None:
+    """While torch is not there yet; of the processes that torchrun or srun started on a machine, one says so."""
+    sentence = cpu.limit()
+    if sentence and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        print(f"ermoe: {sentence}", file=sys.stderr)
 
 
 def usage() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.files import replacing
@@ -47,7 +49,17 @@ def load(source: str | os.PathLike[str], *, device: torch.device | str = "cpu") 
     _check_same_save(folder, config)
     model = _rebuild(config, folder / CONFIG)
     load_state(model, read_checkpoint(folder / WEIGHTS), source=folder / WEIGHTS)
-    return model.to(device)
+    model = model.to(device)
+    _warn_of_cpu(model, folder)
+    return model
+
+
+def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
+    """A model in half precision may end Python where it is first used: on some CPUs."""
+    weight = next(model.parameters())
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    if is_half and weight.device.type == "cpu" and (problem := cpu.problem()):
+        logging.getLogger("ermoe").warning("%s holds weights in %s: %s", folder, weight.dtype, problem)
 
 
 def weightless(source: str | os.PathLike[str]) -> nn.Module:

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from ermoe import cpu
 from ermoe.analysis.recorder import moe_layers, record_routing
 from ermoe.analysis.summary import routing_figures
 from ermoe.data.randomness import hashed
@@ -70,6 +71,8 @@ def fit(
         console: for the progress bar; standard error by default.
     """
     group = Processes() if group is None else group
+    if settings.precision in _AUTOCAST and group.device.type == "cpu" and (problem := cpu.problem()):
+        raise UserError(f"precision={settings.precision}: {problem}")
     run = RunFolder(Path(folder))
     found = run.open({**(config or {}), "training": asdict(settings)}, resume, group)
     trainer = _Trainer.build(task, settings, group, parallel, compile)
