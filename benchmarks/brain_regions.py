@@ -33,7 +33,7 @@ from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
 from ermoe.files import replacing
 from ermoe.studies.bench.record import commit, machine, versions
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.run_folder import read_lines
 
 RESULTS = Path(__file__).parent / "results" / "brain_regions"

@@ -21,12 +21,12 @@ from rich.console import Console
 
 import ermoe
 from ermoe.data.images import ImagesInMemory
-from ermoe.data.loader import Loader
 from ermoe.explore.inspect import Settings, look_into
 from ermoe.explore.inspection_page import inspection_page
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.record import Bar, Result, save, show
+from ermoe.train.loader import Loader
 
 
 def build_model(patch_size: int, num_classes: int) -> torch.nn.Module:

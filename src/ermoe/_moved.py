@@ -27,6 +27,7 @@ _HOMES = {
     "ermoe.cli.retrieve": "ermoe.retrieval.commands",
     "ermoe.data.brain": "ermoe.brain.data",
     "ermoe.data.captions": "ermoe.retrieval.captions",
+    "ermoe.data.loader": "ermoe.train.loader",
     "ermoe.data.check": "ermoe.images.check",
     "ermoe.data.shapes": "ermoe.retrieval.shapes",
     "ermoe.models.baselines": "ermoe.images.rivals",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ermoe.errors import UserError
 
@@ -90,6 +92,21 @@ def cache_folder(name: str) -> Path:
     """
     own = os.environ.get("ERMOE_CACHE")
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Replaces a file by ``content`` as JSON that people can read."""
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | os.PathLike[str], remedy: str) -> Any:
+    """What a file of JSON holds; one that cannot be read or is no JSON is named, with what to do about it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
+        raise UserError(f"{path} cannot be read: {reason}; {remedy}") from problem
 
 
 def append(path: Path, data: bytes) -> None:

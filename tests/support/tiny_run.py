@@ -2,11 +2,12 @@
 
 import torch
 
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import ImagesInMemory
 from ermoe.images.classification import Classification
+from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Compute
 from ermoe.train.loop import fit
 from ermoe.train.settings import Training
 
@@ -37,10 +38,12 @@ def images(split, num_images=200, seed=0):
     )  # fmt: skip
 
 
-def recipe(sparsity=SPARSITY, augmentation=NO_AUGMENTATION, model_args=(), **training):
+def recipe(sparsity=SPARSITY, augmentation=NO_AUGMENTATION, model_args=(), validation=0.0, **training):
     settings = Training(**TRAINING | training)
     args = ARGS | dict(model_args)
-    return Recipe("vit_tiny_patch16_224", sparsity, settings, augmentation, init="random", model_args=args)
+    return Recipe(
+        "vit_tiny_patch16_224", sparsity, settings, augmentation, init="random", model_args=args, validation=validation
+    )
 
 
 AUGMENTED = Augmentation(rand_ops=1, erase=0.5, mixup=0.8, cutmix=1.0)
@@ -64,19 +67,14 @@ class Stopping(Classification):
             yield parts
 
 
-def run(folder, chosen, *, group=None, before=None, task_only=False, **options):
-    group = Processes() if group is None else group
-    task = Stopping(
-        chosen.build(4),
-        images("train"),
-        images("test", 40, seed=1),
-        chosen.training,
-        augmentation=chosen.augmentation,
-        label_smoothing=0.1,
-        group=group,
-        before=before,
-    )
+def labelled(train=None, test=None):
+    return LabelledImages("made", train or images("train"), test or images("test", 40, seed=1))
+
+
+def run(folder, chosen, *, group=None, before=None, task_only=False, data=None, **options):
+    compute = Compute() if group is None else Compute(group)
+    task = Stopping(chosen.build(4), data or labelled(), chosen, compute, before=before)
     if task_only:
         return task
-    fit(task, chosen.training, folder, config={"test": True}, group=group, **options)
+    fit(task, chosen.training, folder, config={"test": True}, group=compute.group, **options)
     return task

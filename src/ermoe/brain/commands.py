@@ -99,7 +99,7 @@ class Train:
 
         from ermoe.brain.recipes import recipe
         from ermoe.brain.run import train
-        from ermoe.train.distributed import processes
+        from ermoe.train.compute import processes
 
         if self.threads:
             torch.set_num_threads(self.threads)

@@ -14,7 +14,7 @@ from ermoe.brain.batches import ScanSet, VolumeBatch, VolumeLoader
 from ermoe.brain.data.augment import VolumeAugmentation
 from ermoe.brain.metrics import figures
 from ermoe.data.order import Order
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.settings import Training
 
 WATCHED = ("mae", "rmse", "r", "slope")

@@ -26,7 +26,7 @@ from ermoe.errors import UserError
 from ermoe.files import cache_folder
 from ermoe.models.io import load
 from ermoe.models.weights.state import load_state
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.loop import fit
 from ermoe.train.run_folder import RunFolder
 

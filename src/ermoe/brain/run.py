@@ -30,7 +30,7 @@ from ermoe.brain.model import BrainAgeModel, hashed_parts
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.run_folder import RunFolder
 
 FEW = 200

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import tyro
-
+from ermoe.console import run_command
 from ermoe.images.commands import COMMANDS
 from ermoe.studies.image_command import Study
 
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {**COMMANDS, "study": Study},
-        prog="ermoe image",
-        description="Train, evaluate, probe and use image classifiers.",
-        args=argv,
-    )
-    from rich.console import Console
-
-    command(Console())
+    description = "Train, evaluate, probe and use image classifiers."
+    run_command({**COMMANDS, "study": Study}, argv, prog="ermoe image", description=description)

@@ -19,6 +19,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torchvision.transforms import v2
 
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import Images, ImagesInMemory
 from ermoe.data.order import Indices
 from ermoe.data.rand_augment import rand_augment
@@ -27,50 +28,6 @@ from ermoe.errors import UserError
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _GEOMETRY, _DISTORTION, _ERASING, _MIXING = range(4)  # independent streams of numbers for each image
-
-
-@dataclass(frozen=True, slots=True)
-class Augmentation:
-    """How training images are varied.
-
-    Args:
-        crop: "pad" shifts by up to an eighth of the side; "resized" takes a random share of the area, as for ImageNet;
-            "none".
-        flip: mirror every second image, left to right.
-        rand_ops: operations of RandAugment on each image; 0 for none.
-        rand_magnitude: their strength, 0 to 30.
-        erase: chance that a random rectangle is replaced by noise.
-        mixup, cutmix: α of the Beta distribution; 0 for none. With both, each pair of images draws one of the two.
-    """
-
-    crop: str = "pad"
-    flip: bool = True
-    rand_ops: int = 0
-    rand_magnitude: int = 9
-    erase: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.crop not in ("pad", "resized", "none"):
-            raise UserError(f"crop={self.crop!r}: use 'pad', 'resized' or 'none'")
-        if not 0 <= self.rand_magnitude <= 30 or self.rand_ops < 0:
-            raise UserError(
-                f"rand_ops={self.rand_ops}, rand_magnitude={self.rand_magnitude}: need 0 or more operations of "
-                "magnitude 0 to 30"
-            )
-        if not 0 <= self.erase <= 1 or self.mixup < 0 or self.cutmix < 0:
-            raise UserError(
-                f"erase={self.erase}, mixup={self.mixup}, cutmix={self.cutmix}: need a chance from 0 to 1, and α ≥ 0"
-            )
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed in pairs, for which a batch must be even."""
-        return self.mixup > 0 or self.cutmix > 0
-
-
-NO_AUGMENTATION = Augmentation(crop="none", flip=False)
 
 
 @dataclass(slots=True)
@@ -101,6 +58,10 @@ class Transform:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     crop_share: float = 1.0
+
+    def of(self, images: Images) -> ImageSource:
+        """Images as this transform shows them, for a `ermoe.train.loader.Loader`."""
+        return ImageSource(images, self)
 
     def host(self, images: Images, index_B: Indices, epoch: int) -> Tensor:
         """Reads, crops, flips and distorts: uint8 (B, 3, S, S)."""
@@ -241,3 +202,28 @@ def _gaussian(num: int, *keys: int) -> Tensor:
     number_1K = uniform(2 * num, *keys, _ERASING + 16)
     first, second = np.split(number_1K[0], 2)
     return torch.from_numpy(np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Labelled images through a transform; see `ermoe.train.loader.Source`."""
+
+    images: Images
+    transform: Transform
+
+    @property
+    def is_in_memory(self) -> bool:
+        return isinstance(self.images, ImagesInMemory)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index_B: Indices, epoch: int) -> Tensor:
+        """Bytes (B, 3, S, S)."""
+        return self.transform.host(self.images, index_B, epoch)
+
+    def finish(self, read: Tensor, index_B: Indices, epoch: int, device: torch.device) -> Batch:
+        """Numbers, with their labels."""
+        label_B = self.images.label_N[torch.from_numpy(index_B)]
+        image_BCSS, label_B = (tensor.to(device, non_blocking=True) for tensor in (read, label_B))
+        return self.transform.device(image_BCSS, label_B, index_B, epoch)

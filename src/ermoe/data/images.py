@@ -9,9 +9,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ermoe.data.decode import decode
@@ -86,6 +88,42 @@ class ImagesInFiles(Images):
 
     def _path(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self._path_N[index]))
+
+
+class _SomeImages(Images):
+    """Some of the images of another set that is not in memory."""
+
+    def __init__(self, images: Images, index_N: NDArray[np.int64], **about: Any) -> None:
+        super().__init__(**about)
+        self.images = images
+        self.index_N = index_N
+
+    def name(self, index: int) -> str:
+        return self.images.name(int(self.index_N[index]))
+
+    def read(self, index: int) -> Tensor:
+        return self.images.read(int(self.index_N[index]))
+
+
+def some_of(
+    images: Images,
+    index_N: NDArray[np.int64],
+    *,
+    found: str | None = None,
+    classes: Sequence[str] | None = None,
+    label_N: Tensor | None = None,
+) -> Images:
+    """The images at some places of a set, in that order; with ``classes`` and ``label_N``, named anew."""
+    rows = torch.from_numpy(index_N)
+    about: dict[str, Any] = {
+        "found": images.found if found is None else found,
+        "split": images.split,
+        "classes": images.classes if classes is None else classes,
+        "label_N": images.label_N[rows] if label_N is None else label_N,
+    }
+    if isinstance(images, ImagesInMemory):
+        return ImagesInMemory(images.image_NCHW[rows], **about)
+    return _SomeImages(images, index_N, **about)
 
 
 def _check_labels(found: str, classes: list[str], label_N: Tensor) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
+
+from ermoe.console import parse_command, say
+from ermoe.train.settings import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Inspect:
     """Look into the routing of image classifiers and write one self-contained report.html.
 
     Shown are load, images with patches coloured by expert and a slider through the layers, class–expert maps, scores,
@@ -30,25 +34,23 @@ class Options:
     k_images: int = 128
     """Images on which accuracy is measured with 1, 2, 3, 4 and 6 experts a token; 0 for none."""
     batch_size: int = 100
-    workers: int = 2
-    """Processes that read image files ahead; sets that fit into memory need none."""
-    threads: int = 0
-    """CPU threads; 0 leaves that to torch."""
+    """Images at a time."""
+    machine: Machine = field(default_factory=Machine)
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.explore.inspect import Settings, inspect
+
+        settings = Settings(
+            batch_size=self.batch_size,
+            workers=self.machine.workers,
+            pictures=self.pictures,
+            k_images=self.k_images,
+        )
+        with self.machine.started(console) as compute:
+            path = inspect(self.models, self.data, self.out, settings=settings, device=compute.device, console=console)
+        say(console, f"written: {path}")
 
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    options = tyro.cli(Options, prog="ermoe inspect", args=argv)
-    import torch
-    from rich.console import Console
-
-    from ermoe.explore.inspect import Settings, inspect
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    console = Console()
-    settings = Settings(
-        batch_size=options.batch_size, workers=options.workers, pictures=options.pictures, k_images=options.k_images
-    )
-    report = inspect(options.models, options.data, options.out, settings=settings, console=console)
-    console.print(f"written: {report}", highlight=False, soft_wrap=True)
+    parse_command(Inspect, argv, prog="ermoe inspect")(Console())

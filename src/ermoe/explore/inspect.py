@@ -24,17 +24,18 @@ from torch import Tensor, nn
 
 from ermoe.analysis.patches import patch_experts, patch_grid
 from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.data.augment import Batch
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images
-from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.explore.inspection import AtK, Inspection, short
 from ermoe.explore.inspection_page import inspection_page
 from ermoe.explore.patch_viewer import Patched
 from ermoe.images.classification import transform_for
-from ermoe.images.run import model_folder
 from ermoe.models.io import load
-from ermoe.train.run_folder import RunFolder, read_lines
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.loader import Loader
+from ermoe.train.run_folder import RunFolder, model_folder, read_lines
 
 K_VALUES = (1, 2, 3, 4, 6)
 _log = logging.getLogger("ermoe")
@@ -66,6 +67,7 @@ def inspect(
     out: str | os.PathLike[str],
     *,
     settings: Settings | None = None,
+    device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Path:
     """Writes ``out``/report.html and ``out``/figures for models (run folders, model folders, hub names) on test images.
@@ -75,7 +77,8 @@ def inspect(
     settings = Settings() if settings is None else settings
     if not places:
         raise UserError("no model given: ermoe inspect MODEL… --data DATA")
-    models = {name: load(model_folder(place)) for name, place in zip(model_names(places), places, strict=True)}
+    named = zip(model_names(places), places, strict=True)
+    models = {name: load(model_folder(place), device=device) for name, place in named}
     for name, model in models.items():
         if not moe_layers(model):
             raise UserError(
@@ -120,7 +123,8 @@ def look_into(
     knows = getattr(model, "num_classes", None) == len(images.classes)
     if not knows:
         _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.found)
-    loader = Loader(images, transform_for(model), batch_size=settings.batch_size, workers=settings.workers)
+    compute = Compute(Processes(device=next(model.parameters()).device), workers=settings.workers)
+    loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
     with record_routing(model, classes=images.classes) as recorder:
         logit_NC = _pass(model, loader, recorder, name, console)
     figures = accuracies(logit_NC, images.label_N) if knows else {}
@@ -131,13 +135,15 @@ def look_into(
 
 
 @torch.inference_mode()
-def _pass(model: nn.Module, loader: Loader, recorder: RoutingRecorder, name: str, console: Console | None) -> Tensor:
+def _pass(
+    model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder, name: str, console: Console | None
+) -> Tensor:
     """All logits, (N, C), with a progress bar."""
     model.eval()
     columns = (TextColumn(name), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     parts = []
     with Progress(*columns, console=console, disable=console is None, transient=True) as progress:
-        bar = progress.add_task(name, total=len(loader.images))
+        bar = progress.add_task(name, total=len(loader.source))
         for (batch,) in loader.epoch():
             recorder.labels(batch.label)
             parts.append(_logits(model, batch.image))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,90 +15,88 @@ from torch import Tensor, nn
 from ermoe.analysis import measures
 from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
 from ermoe.analysis.summary import over_layers
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation, Batch, Transform
-from ermoe.data.images import Images
-from ermoe.data.loader import Loader, some_batches
+from ermoe.data.augment import Batch, Transform
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.order import Order
 from ermoe.errors import UserError
+from ermoe.images.labelled import LabelledImages
+from ermoe.images.presets import Recipe
 from ermoe.models.calibrate import settle_offsets
-from ermoe.train.distributed import Processes, sum_over_processes
-from ermoe.train.settings import Training
+from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
+from ermoe.nn.orthogonality import bases
+from ermoe.nn.sharding import own_experts
+from ermoe.train.compute import Compute, sum_over_processes
+from ermoe.train.loader import Loader, some_batches
 
 _PROBE_IMAGES = 256
 _PROBE_TOKENS = 2**16
 
 
 class Classification:
-    """Trains ``model`` to name the class of an image; see `ermoe.train.task.Task`."""
+    """Trains ``model`` to name the class of an image; see `ermoe.train.task.Task`.
 
-    goal = "top1"
+    The best epoch is chosen by images that are held out of the training set; by test images nothing is chosen.
+    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        train: Images,
-        test: Images,
-        settings: Training,
-        *,
-        augmentation: Augmentation = NO_AUGMENTATION,
-        label_smoothing: float = 0.0,
-        group: Processes | None = None,
-        workers: int = 0,
-    ) -> None:
-        group = Processes() if group is None else group
-        if train.classes != test.classes:
-            raise UserError(f"{test.found}: its classes are not those of the training set; look at the path")
+    goal = "validation_top1"
+
+    def __init__(self, model: nn.Module, data: LabelledImages, recipe: Recipe, compute: Compute) -> None:
         self.model = model
-        self.label_smoothing = label_smoothing
-        self.classes = train.classes
-        place: dict[str, Any] = {
-            "rank": group.rank,
-            "num_processes": group.num,
-            "workers": workers,
-            "device": group.device,
-        }
+        self.recipe = recipe
+        self.compute = compute
+        self.classes = data.classes
+        self.train_images, validation = data.without_validation(recipe.validation)
+        training, plain = recipe.training, transform_for(model)
         self.train_loader = Loader(
-            train,
-            transform_for(model, augmentation, settings.seed),
-            Order(len(train), settings.batch_size, settings.seed),
-            num_parts=settings.accumulate,
-            **place,
+            transform_for(model, recipe.augmentation, training.seed).of(self.train_images),
+            Order(len(self.train_images), training.batch_size, training.seed),
+            num_parts=training.accumulate,
+            compute=compute,
         )
-        self.test_loader = Loader(test, transform_for(model), batch_size=settings.batch_size, **place)
-        # Drawn by a hash and read whole by every process: class folders come sorted, and a rank has only its share.
-        drawn = Order(len(test), min(settings.batch_size, _PROBE_IMAGES, len(test)), seed=0)
-        self._probe_loader = Loader(test, transform_for(model), drawn, device=group.device)
+        judged = {"batch_size": training.batch_size, "compute": compute}
+        self.test_loader: Loader[Batch] = Loader(plain.of(data.test), **judged)  # type: ignore[arg-type]
+        self.validation_loader: Loader[Batch] | None = (
+            None if validation is None else Loader(plain.of(validation), **judged)  # type: ignore[arg-type]
+        )
         self._probe: dict[str, Tensor] = {}
+        self._drift: dict[str, float] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        assert self.train_loader.order is not None
-        return self.train_loader.order.steps_per_epoch
+        return self.train_loader.steps_per_epoch
 
     def batches(self, epoch: int, first_step: int) -> Iterator[list[Batch]]:
-        return self.train_loader.epoch(epoch, first_step=first_step)
+        """The epoch's batches; then, before the bases are retracted, how far they have drifted is written down."""
+        yield from self.train_loader.epoch(epoch, first_step=first_step)
+        self._drift = drift(self.model)
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy; of a mixed image, that of both labels in proportion."""
         logit_BC = network(as_model(self.model, batch.image))
         if batch.other_label is None or batch.share is None:
-            return F.cross_entropy(logit_BC, batch.label, label_smoothing=self.label_smoothing)
-        smooth: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "none"}
+            return F.cross_entropy(logit_BC, batch.label, label_smoothing=self.recipe.label_smoothing)
+        smooth: dict[str, Any] = {"label_smoothing": self.recipe.label_smoothing, "reduction": "none"}
         own_B, other_B = (F.cross_entropy(logit_BC, label, **smooth) for label in (batch.label, batch.other_label))
         return torch.lerp(other_B, own_B, batch.share.to(own_B)).mean()
 
-    def settle(self) -> None:
+    def settle(self) -> str | None:
         """Offsets for images as they are, from some of the training set: the same ones on every process."""
-        plain = some_batches(self.train_loader, transform_for(self.model))
-        settle_offsets(self.model, (as_model(self.model, batch.image) for batch in plain))
+        plain = some_batches(transform_for(self.model).of(self.train_images), self.compute.device)
+        images = (as_model(self.model, batch.image) for batch in plain)
+        is_settled = settle_offsets(self.model, images)
+        return "1,024 training images without augmentation, drawn by a hash" if is_settled else None
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracies and loss on the test set and, of a sparse model, the routing of its images."""
+        """Accuracies and loss on test and validation images and, of a sparse model, the routing of test images."""
+        figures = {}
+        if self.validation_loader is not None:
+            chosen_by = evaluate(self.model, self.validation_loader)
+            figures = {f"validation_{name}": chosen_by[name] for name in ("loss", "top1")}
         if not moe_layers(self.model):
-            return evaluate(self.model, self.test_loader)
+            return evaluate(self.model, self.test_loader) | figures
         with record_routing(self.model, classes=self.classes) as recorder:
-            figures = evaluate(self.model, self.test_loader, recorder)
-        return figures | self._routing(recorder)
+            judged = evaluate(self.model, self.test_loader, recorder)
+        return judged | figures | self._drift | self._routing(recorder)
 
     def _routing(self, recorder: RoutingRecorder) -> dict[str, float]:
         layers = recorder.reduce().summary()
@@ -114,12 +111,14 @@ class Classification:
 
     @torch.no_grad()
     def _experts_of_probe(self) -> dict[str, Tensor]:
-        """By layer, which tokens of some test images use which expert, (P, E): the same images on every process."""
-        order = self._probe_loader.order
-        assert order is not None
-        num_batches = -(-_PROBE_IMAGES // order.batch_size)
+        """By layer, which tokens of some test images use which expert, (P, E): the same images on every process.
+
+        They are drawn by a hash, because class folders come sorted, and a process has only its share of them.
+        """
+        size = min(self.recipe.training.batch_size, _PROBE_IMAGES, len(self.test_loader.source))
+        drawn = some_batches(self.test_loader.source, self.compute.device, num_items=_PROBE_IMAGES, batch_size=size)
         with record_routing(self.model, probe_tokens=_PROBE_TOKENS) as recorder:
-            for (batch,) in islice(self._probe_loader.epoch(), num_batches):
+            for batch in drawn:
                 self.model(as_model(self.model, batch.image))
         return {name: tally.probe().cpu().clone() for name, tally in recorder.tallies.items()}
 
@@ -131,6 +130,18 @@ class Classification:
         self._probe = state["probe"]
 
 
+@torch.no_grad()
+def drift(model: nn.Module) -> dict[str, float]:
+    """Worst spectral error and summed squared Frobenius error of all bases; nothing for a model without any."""
+    found = [own_experts(basis.detach()) for basis in bases(model)]
+    if not found:
+        return {}
+    return {
+        "drift": max(float(orthonormality_error(basis).max()) for basis in found),
+        "penalty": sum(float(orthogonality_penalty(basis)) for basis in found),
+    }
+
+
 def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:
     """Images as the model wants them: its size, its mean and deviation, and when evaluating its share of the middle."""
     wants = resolve_model_data_config(model)
@@ -140,7 +151,7 @@ def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, recorder: RoutingRecorder | None = None) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None = None) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
@@ -149,7 +160,7 @@ def evaluate(model: nn.Module, loader: Loader, recorder: RoutingRecorder | None 
             recorder.labels(batch.label)
         logit_BC = model(as_model(model, batch.image)).float()
         sums += _sums(logit_BC, batch.label).cpu()
-    loss, top1, top5, count = sum_over_processes(sums.to(loader.device)).tolist()
+    loss, top1, top5, count = sum_over_processes(sums.to(loader.compute.device)).tolist()
     if not math.isfinite(loss):
         raise UserError("the model's answers are not numbers: use an earlier checkpoint, or higher precision")
     return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}

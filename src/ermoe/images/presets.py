@@ -3,92 +3,82 @@
 The paper's rows start from a pretrained ViT-B/16 and are fine-tuned on ImageNet-1K for 300 epochs; few-shot figures
 come from `ermoe image probe` on the result. The miniatures train from scratch on CIFAR-10 within minutes on two cores,
 and differ in nothing but the router.
+
+Nothing here imports torch, so that a command can show the values of a preset at once.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import timm
-import torch
-from torch import nn
+import tyro
 
-import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
-from ermoe.images.rivals.image_level import STYLES, image_level
-from ermoe.models.scratch import from_scratch, restart_ffns
-from ermoe.models.upcycle import upcycle
-from ermoe.models.weights.foreign import load_weights
+from ermoe.models.scratch import from_scratch
 from ermoe.train.settings import STEADY_BASES, Training
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ermoe.images.classification import Classification
+    from ermoe.images.labelled import LabelledImages
+    from ermoe.train.compute import Compute
+
+IMAGE_LEVEL = ("single-gated", "deep-moe")
+"""The paper's rivals that choose for whole images: networks of their own, trained in two stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything but the data.
 
-    ``sparsity`` holds options of `ermoe.upcycle`, None for a dense model; ``init`` is "dense" where the model starts
-    from pretrained weights, "same" from scratch.
+    Args:
+        architecture: a model of timm, or one of `IMAGE_LEVEL`.
+        sparsity: options of `ermoe.upcycle`; None for a dense model.
+        training: the numbers of the loop.
+        augmentation: how training images are varied.
+        init: "dense" where the model starts from pretrained weights, "same" from scratch.
+        model_args: options of the architecture.
+        label_smoothing: share of a label that is spread over all classes.
+        validation: share of the training images that is held out of training to choose the best epoch; 0 chooses none.
+        weights: what the model starts from: a file in any usual format, "timm" for timm's pretrained ones.
+        preset: the name it had.
     """
 
-    architecture: str
-    sparsity: dict[str, Any] | None
+    architecture: Annotated[str, tyro.conf.Suppress]
+    sparsity: Annotated[Mapping[str, Any] | None, tyro.conf.Suppress]
     training: Training
     augmentation: Augmentation
-    init: str = "dense"
-    model_args: dict[str, Any] = field(default_factory=dict)
+    init: Annotated[str, tyro.conf.Suppress] = "dense"
+    model_args: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     label_smoothing: float = 0.1
+    validation: float = 0.05
+    weights: str | None = None
+    preset: Annotated[str, tyro.conf.Suppress] = "own"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise UserError(f"validation={self.validation}: need a share of the images from 0 up to, but not, 1")
 
     def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
-        """The model before training.
+        """The model before training; ``weights``, if given, instead of the recipe's."""
+        from ermoe.images.build import build
 
-        ``weights`` is a file in any usual format, "timm" for timm's pretrained ones, or None for random ones.
-        """
-        torch.manual_seed(self.training.seed)
-        if self.architecture in STYLES:
-            return _image_level(self, num_classes, weights)
-        generator = torch.Generator().manual_seed(self.training.seed)
-        model = _timm_model(self, num_classes, pretrained=weights == "timm")
-        if self.init == "same" and weights is None:
-            restart_ffns(model, generator)
-        if weights is not None and weights != "timm":
-            _start_from(model, weights)
-        if self.sparsity is None:
-            return model
-        return upcycle(model, init=self.init, inplace=True, generator=generator, **self.sparsity)
+        return build(self if weights is None else replace(self, weights=weights), num_classes)
 
+    def task(self, data: LabelledImages, compute: Compute) -> Classification:
+        """Classification of ``data``, in two stages where the network asks for it."""
+        from ermoe.images.classification import Classification
+        from ermoe.images.two_stages import TwoStageClassification
 
-def _image_level(recipe: Recipe, num_classes: int, weights: str | None) -> nn.Module:
-    if weights is not None:
-        raise UserError(f"weights={weights}: {recipe.architecture} networks start from scratch; leave the option out")
-    return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
-
-
-def _timm_model(recipe: Recipe, num_classes: int, *, pretrained: bool) -> nn.Module:
-    try:
-        return timm.create_model(
-            recipe.architecture, pretrained=pretrained, num_classes=num_classes, **recipe.model_args
-        )
-    except OSError as problem:  # what every failure to reach the hub is
-        if not pretrained:
-            raise
-        raise UserError(
-            f"weights=timm: timm's weights of {recipe.architecture} cannot be fetched ({type(problem).__name__}); "
-            "connect to the network, or give a file with weights"
-        ) from problem
-
-
-def _start_from(model: nn.Module, weights: str) -> None:
-    """Loads everything but a classifier for other classes, which stays fresh."""
-    fit = load_weights(model, weights, strict=False)
-    if lacking := [name for name in fit.missing if not name.startswith("head.")]:
-        raise UserError(f"{weights} lacks {lacking[0]} ({len(lacking)} such): it holds weights of another model")
-    if fit.missing:
-        logging.getLogger("ermoe").warning("%s has a classifier for other classes: ours starts afresh", weights)
+        model: Any = self.build(len(data.classes))
+        kind = TwoStageClassification if self.architecture in IMAGE_LEVEL else Classification
+        return kind(model, data, self, compute)
 
 
 # Reading the mean of the patches, a small model learns within a few epochs; a class token alone takes many.
@@ -101,7 +91,7 @@ def paper(sparsity: dict[str, Any] | None) -> Recipe:
 
     Run: ``ermoe image train NAME IMAGENET --weights vit_b_16.pth``. Needs GPUs: about 1.3 M images an epoch.
     """
-    return Recipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION)
+    return Recipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION, validation=0.01)
 
 
 def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe:
@@ -188,11 +178,14 @@ PRESETS: dict[str, Callable[[], Recipe]] = {
     **{f"b16-{name}": partial(paper, _of_tokens(sparsity, 197)) for name, sparsity in METHODS.items()},
     **{f"cifar-{name}": partial(miniature, _scratch(name, 65)) for name in METHODS},
     **{f"cifar17-{name}": partial(miniature, _scratch(name, 17), patch_size=8) for name in METHODS},
-    **{f"resnet18-{style}": partial(convolutional, style) for style in STYLES},
-    **{f"cifar-{style}": partial(convolutional, style, img_size=32, epochs=6, blocks=(1, 1, 1, 1)) for style in STYLES},
+    **{f"resnet18-{style}": partial(convolutional, style) for style in IMAGE_LEVEL},
+    **{
+        f"cifar-{style}": partial(convolutional, style, img_size=32, epochs=6, blocks=(1, 1, 1, 1))
+        for style in IMAGE_LEVEL
+    },
     **{
         f"digits-{style}": partial(convolutional, style, img_size=16, epochs=10, blocks=(1, 1, 1, 1), flip=False)
-        for style in STYLES
+        for style in IMAGE_LEVEL
     },
     **{f"digits-{name}": partial(smallest, _scratch(name, 17)) for name in METHODS},
 }
@@ -205,5 +198,7 @@ def recipe(name: str) -> Recipe:
     {'router': 'v-moe'}
     """
     if name not in PRESETS:
-        raise UserError(f"there is no preset {name!r}: use one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+        nearest = difflib.get_close_matches(name, PRESETS, n=1)
+        meant = f"did you mean {nearest[0]}? " if nearest else ""
+        raise UserError(f"there is no preset {name!r}: {meant}There are {', '.join(PRESETS)}")
+    return replace(PRESETS[name](), preset=name)

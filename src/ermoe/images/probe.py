@@ -23,11 +23,12 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from ermoe.data.images import Images
-from ermoe.data.loader import Loader
 from ermoe.data.order import Order
 from ermoe.data.randomness import hashed
 from ermoe.errors import UserError
 from ermoe.images.classification import as_model, transform_for
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.loader import Loader
 
 READINGS = ("images", "epochs")
 
@@ -70,8 +71,8 @@ def extract(model: nn.Module, images: Images, *, batch_size: int = 100, workers:
         raise UserError(f"{type(model).__name__} has no reset_classifier: probe a timm model")
     backbone: Any = copy.deepcopy(model).eval()
     backbone.reset_classifier(0)
-    device = next(model.parameters()).device
-    loader = Loader(images, transform_for(model), batch_size=batch_size, workers=workers, device=device)
+    compute = Compute(Processes(device=next(model.parameters()).device), workers=workers)
+    loader = Loader(transform_for(model).of(images), batch_size=batch_size, compute=compute)
     return torch.cat([backbone(as_model(model, batch.image)).float().cpu() for (batch,) in loader.epoch()])
 
 

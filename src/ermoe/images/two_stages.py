@@ -7,17 +7,18 @@ their base, then cluster its embeddings, freeze it and train the experts. Here t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from ermoe.data.augment import Batch
-from ermoe.data.loader import Loader
-from ermoe.data.order import Order
 from ermoe.errors import UserError
 from ermoe.images.classification import Classification, transform_for
+from ermoe.images.labelled import LabelledImages
+from ermoe.images.presets import Recipe
 from ermoe.images.rivals.image_level import ImageLevel
+from ermoe.train.compute import Compute
+from ermoe.train.loader import some_batches
 
 _CLUSTERED_IMAGES = 20_000
 
@@ -27,19 +28,17 @@ class TwoStageClassification(Classification):
 
     model: ImageLevel
 
-    def __init__(self, model: ImageLevel, *arguments: Any, **options: Any) -> None:
-        super().__init__(model, *arguments, **options)
-        if self.train_loader.num_processes > 1:
+    def __init__(self, model: ImageLevel, data: LabelledImages, recipe: Recipe, compute: Compute) -> None:
+        super().__init__(model, data, recipe, compute)
+        if compute.group.num > 1:
             raise UserError("single-gated and DeepMoE-style networks train in one process: start without torchrun")
-        settings = arguments[2]
-        self.second_stage_from = settings.epochs // 2
+        self.second_stage_from = recipe.training.epochs // 2
         self.in_second_stage = False
-        self.seed = settings.seed
 
     def batches(self, epoch: int, first_step: int) -> Iterator[list[Batch]]:
         """The epoch's batches, after the change of stage if it is due."""
         if epoch >= self.second_stage_from and not self.in_second_stage:
-            self.model.prepare_second_stage(self._plain_images(), seed=self.seed)
+            self.model.prepare_second_stage(self._plain_images(), seed=self.recipe.training.seed)
             self._begin_second_stage()
         return super().batches(epoch, first_step)
 
@@ -61,9 +60,13 @@ class TwoStageClassification(Classification):
 
     def _plain_images(self) -> Iterator[Tensor]:
         """Training images without augmentation, in an order that mixes the classes."""
-        loader = self.train_loader
-        assert loader.order is not None
-        order = Order(len(loader.images), min(loader.order.batch_size, len(loader.images)), self.seed)
-        plain = Loader(loader.images, transform_for(self.model), order, workers=loader.workers, device=loader.device)
-        num_batches = -(-_CLUSTERED_IMAGES // order.batch_size)
-        yield from (batch.image for (batch,) in islice(plain.epoch(), num_batches))
+        training = self.recipe.training
+        source = transform_for(self.model).of(self.train_images)
+        drawn = some_batches(
+            source,
+            self.compute.device,
+            num_items=_CLUSTERED_IMAGES,
+            batch_size=min(training.batch_size, len(source)),
+            seed=training.seed,
+        )
+        yield from (batch.image for batch in drawn)

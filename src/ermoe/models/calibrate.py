@@ -86,8 +86,8 @@ def calibrate(
 
 def settle_offsets(
     model: nn.Module, batches: Iterable[Any], *, max_tokens: int = 32_768, rounds: int = 2, seed: int = 0
-) -> None:
-    """Solves every layer's offsets anew, in place, and leaves thresholds as they are.
+) -> bool:
+    """Solves every layer's offsets anew, in place, and leaves thresholds as they are; whether there were any.
 
     Training finds offsets for augmented images; for plain ones they are a little off, as batch-norm statistics are.
     The arguments are those of `calibrate`. Nothing is done to a model without offsets.
@@ -98,6 +98,7 @@ def settle_offsets(
         samples = _sample_scores(model, routers, batches, max_tokens, seed)
         for name, router in routers.items():
             _set(router, samples[name].scores(), router.threshold)
+    return bool(routers)
 
 
 def _check(batches: object, capacity_factor: float | None, rounds: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from ermoe.models.families import family_of
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
 """Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
@@ -25,15 +24,19 @@ def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**FROM_SCRATCH, **sparsity}
 
 
-@torch.no_grad()
 def restart_ffns(model: nn.Module, generator: torch.Generator | None = None) -> None:
     """Gives every feed-forward network of a dense ViT Xavier-uniform weights and zero biases, in place.
 
     Backbones start them at a deviation of 0.02, whatever their width: in a narrow model that is a third of Xavier's,
     and it takes hundreds of steps until they do anything.
     """
+    import torch  # presets name the options above, and are listed without waiting for torch
+
+    from ermoe.models.families import family_of
+
     family = family_of(model)
-    for _, block in family.blocks(model):
-        ffn = family.ffn(block)
-        for linear, fresh in zip(ffn.linears(), ffn.fresh(generator).linears(), strict=True):
-            linear.assign(fresh.W, fresh.b)
+    with torch.no_grad():
+        for _, block in family.blocks(model):
+            ffn = family.ffn(block)
+            for linear, fresh in zip(ffn.linears(), ffn.fresh(generator).linears(), strict=True):
+                linear.assign(fresh.W, fresh.b)

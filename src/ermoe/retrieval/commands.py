@@ -75,7 +75,7 @@ class Train:
 
         from ermoe.retrieval.presets import recipe
         from ermoe.retrieval.run import train
-        from ermoe.train.distributed import processes
+        from ermoe.train.compute import processes
 
         if self.threads:
             torch.set_num_threads(self.threads)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ermoe.analysis.recorder import moe_layers, record_routing
 from ermoe.analysis.summary import over_layers
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation
-from ermoe.data.loader import Loader, some_batches
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.order import Indices, Order
 from ermoe.errors import UserError
 from ermoe.models.calibrate import settle_offsets
@@ -28,7 +27,8 @@ from ermoe.retrieval.encode import encode_images, encode_tokens, image_transform
 from ermoe.retrieval.figures import retrieve
 from ermoe.retrieval.losses import contrastive_loss
 from ermoe.retrieval.objectives import objective_of
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.loader import Loader, some_batches
 from ermoe.train.settings import Training
 
 
@@ -71,13 +71,9 @@ class Contrastive:
         self.label_smoothing = label_smoothing
         self.group = Processes() if group is None else group
         self.loader = Loader(
-            train.images,
-            image_transform(model, augmentation, settings.seed),
+            image_transform(model, augmentation, settings.seed).of(train.images),
             Order(len(train), settings.batch_size, settings.seed),
-            rank=self.group.rank,
-            num_processes=self.group.num,
-            workers=workers,
-            device=self.group.device,
+            compute=Compute(self.group, workers=workers),
         )
         train_tokens = tokenise(train.texts, model.context_length)
         self._train_TL, self.num_cut = train_tokens.id_TL, train_tokens.num_cut
@@ -127,11 +123,12 @@ class Contrastive:
         ]
         return torch.stack(losses).sum()
 
-    def settle(self) -> None:
+    def settle(self) -> str | None:
         """Offsets for images as they are, from some of the training set: the same ones on every process."""
         dtype = self.clip.logit_scale.dtype
-        plain = some_batches(self.loader, image_transform(self.clip))
-        settle_offsets(self.clip.visual, (batch.image.to(dtype) for batch in plain))
+        plain = some_batches(image_transform(self.clip).of(self.train_set.images), self.group.device)
+        is_settled = settle_offsets(self.clip.visual, (batch.image.to(dtype) for batch in plain))
+        return "1,024 training images without augmentation, drawn by a hash" if is_settled else None
 
     def evaluate(self) -> dict[str, float]:
         """Retrieval within the dev split, the temperature and, of a sparse model, the routing of its images."""

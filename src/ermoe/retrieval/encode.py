@@ -12,14 +12,15 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation, Transform
+from ermoe.data.augment import Transform
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import Images, ImagesInMemory
-from ermoe.data.loader import Loader
 from ermoe.data.order import evaluation_batches
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.tokens import tokenise
 from ermoe.retrieval.clip.towers import trim
-from ermoe.train.distributed import Processes, sum_over_processes
+from ermoe.train.compute import Compute, Processes, sum_over_processes
+from ermoe.train.loader import Loader
 
 
 def image_transform(model: CLIP, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:
@@ -51,10 +52,8 @@ def encode_images(
 ) -> Tensor:
     """Features of all images, (I, D), complete on every process."""
     group = Processes(device=model.logit_scale.device) if group is None else group
-    loader = Loader(
-        images, image_transform(model), batch_size=batch_size, rank=group.rank, num_processes=group.num,
-        workers=workers, device=group.device,
-    )  # fmt: skip
+    compute = Compute(group, workers=workers)
+    loader = Loader(image_transform(model).of(images), batch_size=batch_size, compute=compute)
     model.eval()
     feature_ID = torch.zeros(len(images), model.embed_dim, device=group.device, dtype=model.logit_scale.dtype)
     for (batch,) in loader.epoch():

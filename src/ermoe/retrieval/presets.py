@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ermoe.data.augment import Augmentation
+from ermoe.data.augmentation import Augmentation
 from ermoe.errors import UserError
 from ermoe.models.io import load
 from ermoe.models.scratch import from_scratch, restart_ffns

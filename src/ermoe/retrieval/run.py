@@ -19,7 +19,7 @@ from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.contrastive import Contrastive
 from ermoe.retrieval.encode import in_memory
 from ermoe.retrieval.presets import Recipe, recipe
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.loop import fit
 from ermoe.train.run_folder import RunFolder
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,9 +33,11 @@ from ermoe.nn import orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole
+from ermoe.plain import Json, to_json
 from ermoe.train import checkpoint
 from ermoe.train.average import Average
-from ermoe.train.distributed import Processes, parallelise, reshard, sum_over_processes, wait_for_all, without_sync
+from ermoe.train.compute import Processes, sum_over_processes, wait_for_all
+from ermoe.train.distributed import parallelise, reshard, without_sync
 from ermoe.train.optim import build_optimizer, learning_rate, set_learning_rate
 from ermoe.train.progress import Log
 from ermoe.train.run_folder import RunFolder
@@ -50,7 +52,8 @@ def fit(
     settings: Training,
     folder: str | os.PathLike[str],
     *,
-    config: dict[str, Any] | None = None,
+    config: Json | None = None,
+    beside: Mapping[str, Any] | None = None,
     group: Processes | None = None,
     parallel: str = "ddp",
     compile: bool = False,
@@ -64,6 +67,7 @@ def fit(
         settings: the recipe.
         folder: of the run, ``runs/NAME``. A run that stopped there goes on.
         config: what identifies the run beside ``settings``: data, model, …; plain values.
+        beside: files that belong to the run as its configuration does, by name.
         group: the processes that take part; this one alone by default.
         parallel: "ddp" or "fsdp", with several processes.
         compile: run the training steps through `torch.compile`.
@@ -74,7 +78,7 @@ def fit(
     if settings.precision in _AUTOCAST and group.device.type == "cpu" and (problem := cpu.problem()):
         raise UserError(f"precision={settings.precision}: {problem}")
     run = RunFolder(Path(folder))
-    found = run.open({**(config or {}), "training": asdict(settings)}, resume, group)
+    found = run.open({**(config or {}), "training": to_json(settings)}, resume, group, beside=beside)
     trainer = _Trainer.build(task, settings, group, parallel, compile)
     where = trainer.restore(checkpoint.read(run.last)) if found else _Position()
     steps_per_epoch, figures = task.steps_per_epoch, where.figures
@@ -100,9 +104,10 @@ def fit(
                     trainer.save(run, _Position(epoch, step + 1, where.best, figures))
             if settings.retract:
                 retract(task.model)
-            with trainer.as_kept():
-                figures = trainer.evaluate()
-                log.write((epoch + 1) * steps_per_epoch, "test", figures)
+            with trainer.as_kept() as settled_on:
+                is_judged = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
+                figures = trainer.evaluate() if is_judged else {}
+                log.write((epoch + 1) * steps_per_epoch, "test", figures, settled_on)
                 where = _Position(epoch + 1, 0, max(where.best, figures.get(task.goal, -math.inf)), figures)
                 trainer.keep_models(run, epoch + 1, is_best=figures.get(task.goal) == where.best)
             trainer.save(run, where)
@@ -221,12 +226,15 @@ class _Trainer:
             raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
     @contextmanager
-    def as_kept(self) -> Iterator[None]:
-        """Within the block the model is what is judged and kept: the averaged weights, if there are any, settled."""
+    def as_kept(self) -> Iterator[str | None]:
+        """Within the block the model is what is judged and kept: the averaged weights, if there are any, settled.
+
+        Yields on what its offsets were settled.
+        """
         with self._averaged(), offsets_restored(self.task.model):
-            self.task.settle()
+            settled_on = self.task.settle()
             reshard(self.task.model)
-            yield
+            yield settled_on
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else self.average.in_place()

@@ -70,11 +70,12 @@ class Log:
         if self.is_main:
             self._progress.update(self._bar, completed=step, figures=self._figures(step))
 
-    def write(self, step: int, kind: str, figures: dict[str, float]) -> None:
-        """One line: ``kind`` is "train" or "test", figures are by name."""
+    def write(self, step: int, kind: str, figures: dict[str, float], settled_on: str | None = None) -> None:
+        """One line: ``kind`` is "train" or "test", figures are by name; ``settled_on`` is where offsets come from."""
         if not self.is_main:
             return
-        append_line(self.run.metrics, {"step": step, "kind": kind, **figures})
+        settled = {} if settled_on is None else {"offsets_settled_on": settled_on}
+        append_line(self.run.metrics, {"step": step, "kind": kind, **figures, **settled})
         elapsed, speed = self._pace(step)
         append_line(
             self.run.timing, {"step": step, "kind": kind, "images_per_second": round(speed, 2), "seconds": elapsed}

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ermoe.errors import UserError
-from ermoe.files import UnwritableError, append, remove_drafts, replacing
-from ermoe.train.distributed import Processes, wait_for_all
+from ermoe.files import UnwritableError, append, read_json, remove_drafts, replacing, write_json
+from ermoe.models.io import CONFIG, WEIGHTS
+from ermoe.plain import Json, to_json
+from ermoe.train.compute import Processes, wait_for_all
+from ermoe.train.settings import Training
 
 RESUME = ("auto", "never", "must")
 # How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
 _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
+# What runs did that an earlier version began, which did not know the setting yet.
+_BEFORE_IT_WAS_A_SETTING: Json = {"training": to_json(Training()), "validation": 0.0}
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
 
 
@@ -34,12 +40,29 @@ class RunFolder:
         """Where the model of an epoch is kept for good."""
         return self.folder / "checkpoints" / f"epoch-{epoch:04d}"
 
-    def open(self, config: dict[str, Any], resume: str, group: Processes) -> bool:
-        """Claims the folder for ``config``; True if there is a checkpoint to go on from. Called on every process."""
+    def model(self, prefer: str = "final") -> Path:
+        """The folder of the model to use, "final" or "best" by validation; the other where that one is lacking."""
+        folders = (self.final, self.best) if prefer == "final" else (self.best, self.final)
+        found = next((folder for folder in folders if folder.is_dir()), None)
+        if found is None:
+            raise UserError(f"{self.folder} has no model yet: its first epoch is not over")
+        return found
+
+    def open(self, config: Json, resume: str, group: Processes, *, beside: Mapping[str, Any] | None = None) -> bool:
+        """Claims the folder for ``config``; True if there is a checkpoint to go on from. Called on every process.
+
+        ``beside`` holds files that belong to the run as config.json does, by name, such as the names of its classes.
+        """
         if resume not in RESUME:
             raise UserError(f"resume={resume!r}: use one of {', '.join(RESUME)}")
         config = json.loads(json.dumps(config))  # tuples become lists, as they will when read back
         self._check_same(config)
+        for name, content in (beside or {}).items():
+            path = self.folder / name
+            if path.is_file() and read_json(path, "choose another folder, or remove this one") != content:
+                raise UserError(
+                    f"{self.folder} holds a run with other {path.stem}: choose another folder, or look at the data"
+                )
         if resume == "must" and not self.last.is_file():
             raise UserError(f"{self.folder} has no checkpoint to resume from: leave out --resume must to start there")
         if resume == "never" and self.last.is_file():
@@ -48,7 +71,7 @@ class RunFolder:
             )
         wait_for_all()
         if group.is_main:
-            self._claim(config)
+            self._claim({CONFIG: config, **(beside or {})})
         wait_for_all()
         return self.last.is_file()
 
@@ -73,22 +96,29 @@ class RunFolder:
     def _check_same(self, config: dict[str, Any]) -> None:
         if not self.config.is_file():
             return
-        try:
-            earlier = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise UserError(f"{self.config} is damaged: choose another folder, or remove this one") from problem
+        earlier = read_json(self.config, "choose another folder, or remove this one")
+        for name, known in _BEFORE_IT_WAS_A_SETTING.items():
+            if name in config:
+                earlier[name] = known | earlier.get(name, {}) if isinstance(known, dict) else earlier.get(name, known)
         if changed := differences(earlier, config):
             raise UserError(
                 f"{self.folder} holds a run with another configuration: choose another folder, or undo the change\n  "
                 + "\n  ".join(changed)
             )
 
-    def _claim(self, config: dict[str, Any]) -> None:
+    def _claim(self, contents: Mapping[str, Any]) -> None:
         for folder in (self.folder, self.last.parent, self.final, *self.last.parent.glob("*/")):
             remove_drafts(folder)
-        if not self.config.is_file():
-            with replacing(self.config) as draft:
-                draft.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name, content in contents.items():
+            if not (self.folder / name).is_file():
+                write_json(self.folder / name, content)
+
+
+def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | os.PathLike[str]:
+    """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
+    run = RunFolder(Path(place))
+    is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
+    return run.model(prefer) if is_run else place
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

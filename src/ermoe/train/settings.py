@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ermoe.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ermoe.train.compute import Compute
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _NOT_NEGATIVE = (
@@ -39,6 +46,7 @@ class Training:
         orthogonality_every: steps between two such losses, n; each then weighs nλ.
         retract: bring bases back to orthonormal after every epoch.
         retract_every: steps between two retractions within an epoch; 0 for none but the one at its end.
+        evaluate_every: epochs between evaluations; there is always one after the last.
         deterministic: only algorithms that repeat their results, also on GPUs.
         seed: of everything random.
         log_every: steps between two lines of ``metrics.jsonl``.
@@ -55,12 +63,13 @@ class Training:
     layer_decay: float = 1.0
     clip: float = 1.0
     accumulate: int = 1
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     ema: float = 0.9999
     orthogonality: float = 5e-5
     orthogonality_every: int = 1
     retract: bool = True
     retract_every: int = 0
+    evaluate_every: int = 1
     deterministic: bool = False
     seed: int = 0
     log_every: int = 50
@@ -68,7 +77,7 @@ class Training:
     keep_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "orthogonality_every", "log_every"):
+        for name in ("epochs", "batch_size", "accumulate", "orthogonality_every", "log_every", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: need at least 1")
         for name in _NOT_NEGATIVE:
@@ -89,3 +98,53 @@ class Training:
         0.0002
         """
         return self.base_lr * self.batch_size / 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a command computes.
+
+    Args:
+        device: auto is the accelerator if there is one.
+        threads: CPU threads of each process; 0 leaves that to torch.
+        workers: processes that read files ahead; what fits into memory needs none.
+    """
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    threads: int = 0
+    workers: int = 2
+
+    @contextmanager
+    def started(self, console: Console | None = None) -> Iterator[Compute]:
+        """The means to compute with, while the block lasts."""
+        import torch
+
+        from ermoe.train.compute import Compute, processes
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        with processes(self.device) as group:
+            yield Compute(group=group, workers=self.workers, console=console)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMachine(Machine):
+    """Where a run computes. Several processes: torchrun --nproc-per-node=N -m ermoe …, or srun.
+
+    Args:
+        parallel: of several processes: copies of the model (ddp), or shards of it (fsdp).
+        compile: run training steps through torch.compile.
+        resume: auto goes on if there is a run in the folder, must insists on one, never refuses one.
+    """
+
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    compile: bool = False
+    resume: Literal["auto", "must", "never"] = "auto"
+
+    @contextmanager
+    def started(self, console: Console | None = None) -> Iterator[Compute]:
+        """The means to compute with, while the block lasts."""
+        from dataclasses import replace
+
+        with Machine.started(self, console) as compute:
+            yield replace(compute, parallel=self.parallel, compile=self.compile)

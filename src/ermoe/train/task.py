@@ -27,10 +27,10 @@ class Task(Protocol):
     def loss(self, network: nn.Module, batch: Any) -> Tensor:
         """The mean loss of a batch; ``network`` is the model, wrapped for training."""
 
-    def settle(self) -> None:
+    def settle(self) -> str | None:
         """Fits what is not learned by gradients, such as offsets, to the weights that are about to be judged and kept.
 
-        Training goes on from the offsets it had.
+        Says on what, for the record; None if nothing was settled. Training goes on from the offsets it had.
         """
 
     def evaluate(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ from ermoe.brain.results import held_out
 from ermoe.brain.run import train
 from ermoe.cli.main import main
 from ermoe.errors import UserError
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
 from ermoe.train.run_folder import read_lines
 from support.bids import bids_errors
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import tyro
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from scipy.stats import t as student
@@ -18,8 +17,8 @@ from scipy.stats import t as student
 import ermoe
 from ermoe.cli.image import run
 from ermoe.cli.main import main
+from ermoe.console import parse_command
 from ermoe.data.catalogue import open_images
-from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.images.commands import Train
@@ -28,7 +27,8 @@ from ermoe.images.presets import PRESETS, recipe
 from ermoe.images.probe import Features, Probe, draw_shots, extract, probe, record_path
 from ermoe.images.rivals.image_level import STYLES
 from ermoe.images.run import class_names, model_folder, train
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Processes
+from ermoe.train.loader import Loader
 from ermoe.train.progress import Log
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -89,7 +89,7 @@ def test_eval_says_that_a_dense_model_has_no_routing_to_report(tmp_path, capsys)
 @pytest.mark.parametrize("command", ["eval", "probe", "predict"])
 def test_a_device_can_be_asked_for(command, trained, capsys):
     assert main(["image", command, str(trained), "digits", "--device", "cuda"]) == 2
-    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert "torch sees no such device here" in capsys.readouterr().err
 
 
 def test_probe_gives_both_readings_with_intervals_and_lists_the_images(trained, capsys):
@@ -202,14 +202,23 @@ def test_only_the_main_process_checks(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, source, group: seen.append("verdict"))
     monkeypatch.setattr("ermoe.images.run.train", lambda *given, **options: seen.append("train"))
     second = Processes(rank=1, num=2)
-    monkeypatch.setattr("ermoe.train.distributed.processes", lambda device: nullcontext(second))
+    monkeypatch.setattr("ermoe.train.compute.processes", lambda device: nullcontext(second))
     run(["train", "digits-dense", "digits", "--out", str(tmp_path), "--check"])
     assert seen == ["group", "verdict", "train"]
 
 
 def test_deterministic_is_a_flag():
-    assert tyro.cli(Train, args=["digits-dense", "digits", "--deterministic"]).deterministic
-    assert not tyro.cli(Train, args=["digits-dense", "digits"]).deterministic
+    for flag in (True, False):
+        argv = ["digits-dense", "digits", *(["--deterministic"] if flag else [])]
+        assert parse_command(Train, argv, prog="ermoe image train").recipe.training.deterministic is flag
+
+
+def test_options_are_the_presets_until_they_are_changed():
+    command = parse_command(Train, ["--epochs", "3", "digits-v-moe", "digits", "--crop", "pad"], prog="train")
+    chosen = recipe("digits-v-moe")
+    assert command.recipe == replace(
+        chosen, training=replace(chosen.training, epochs=3), augmentation=replace(chosen.augmentation, crop="pad")
+    )
 
 
 def test_weights_that_cannot_be_fetched(monkeypatch):
@@ -316,7 +325,7 @@ def test_image_level_rivals_train_in_two_stages_and_resume(style, tmp_path, monk
     assert train(chosen, "digits", tmp_path / "cut", save_every=2, **changes) == whole
     model = ermoe.load(model_folder(tmp_path / "whole")).eval()
     images = open_images("digits", "test")
-    figures = evaluate(model, Loader(images, transform_for(model)))
+    figures = evaluate(model, Loader(transform_for(model).of(images)))
     assert figures["top1"] == pytest.approx(whole["top1"])
     model.reset_classifier(0)
     assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 512)

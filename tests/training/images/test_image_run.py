@@ -8,13 +8,25 @@ import pytest
 from ermoe.errors import UserError
 from ermoe.images import run
 from ermoe.images.presets import recipe
+from ermoe.train import loop
 
 
 @pytest.fixture
 def train(monkeypatch):
     """Everything but the training."""
-    monkeypatch.setattr(run, "fit", lambda *args, **options: {})
-    return run.train
+
+    class ClaimedError(Exception):
+        """The folder is the run's, and training would begin."""
+
+    def begin(*given):
+        raise ClaimedError
+
+    def claim(*given, **options):
+        with pytest.raises(ClaimedError):
+            run.train(*given, **options)
+
+    monkeypatch.setattr(loop._Trainer, "build", begin)
+    return claim
 
 
 def test_the_classes_are_there_before_the_first_step_and_others_are_refused(tmp_path, train):
@@ -24,14 +36,14 @@ def test_the_classes_are_there_before_the_first_step_and_others_are_refused(tmp_
     train("digits-dense", "digits", tmp_path, log_every=7)
     (tmp_path / "classes.json").write_text(json.dumps(names[::-1]))
     with pytest.raises(UserError, match="other classes"):
-        train("digits-dense", "digits", tmp_path)
+        run.train("digits-dense", "digits", tmp_path)
 
 
 def test_a_refused_folder_is_left_as_it_was(tmp_path, train):
     train("digits-dense", "digits", tmp_path)
     (tmp_path / "classes.json").unlink()
     with pytest.raises(UserError, match="another configuration"):
-        train("digits-dense", "digits", tmp_path, epochs=3)
+        run.train("digits-dense", "digits", tmp_path, epochs=3)
     assert not (tmp_path / "classes.json").exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ermoe.data.augment import NO_AUGMENTATION, Augmentation
+from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.contrastive import Contrastive

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ermoe
-from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.images.classification import Classification, transform_for
 from ermoe.models.io import load
@@ -21,11 +19,12 @@ from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.train import checkpoint
 from ermoe.train.average import Average
-from ermoe.train.distributed import Processes
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.loader import Loader, some_batches
 from ermoe.train.optim import build_optimizer, learning_rate, set_learning_rate
 from ermoe.train.run_folder import read_lines
 from ermoe.train.settings import Training
-from support.tiny_run import AUGMENTED, StoppedError, images, recipe, run
+from support.tiny_run import AUGMENTED, StoppedError, images, labelled, recipe, run
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def losses(folder):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
-    task = run(tmp_path, recipe(keep_every=1, epochs=2))
+    task = run(tmp_path, recipe(keep_every=1, epochs=2, validation=0.1))
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     expected = {"config.json", "metrics.jsonl", "timing.jsonl", "model/config.json", "model/model.safetensors"}
     expected |= {"checkpoints/last.pt", "checkpoints/best/model.safetensors", "checkpoints/epoch-0001/config.json"}
@@ -51,6 +50,8 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert last["loss"] < first["loss"]
     assert "fluctuation" in last
     assert "blocks.1.mlp/load_cv2" in last
+    assert {"validation_top1", "drift"} <= last.keys()
+    assert last["offsets_settled_on"].startswith("1,024 training images")
 
 
 def test_the_saved_model_gives_the_reported_figures(tmp_path):
@@ -64,9 +65,9 @@ def test_the_saved_model_gives_the_reported_figures(tmp_path):
 def test_a_kept_model_shares_out_plain_images_evenly_and_training_keeps_its_own_offsets(tmp_path, ema):
     task = run(tmp_path, recipe(augmentation=AUGMENTED, epochs=1, ema=ema))
     model = load(tmp_path / "model").eval()
-    plain = task.train_loader.images
+    plain = task.train_images
     with ermoe.record_routing(model) as recorder, torch.no_grad():
-        for (batch,) in Loader(plain, transform_for(model)).epoch():
+        for (batch,) in Loader(transform_for(model).of(plain)).epoch():
             model(batch.image)
     assert max(layer["load_cv2"] for layer in recorder.summary().values()) < 1e-3
     kept, trained = (network.blocks[1].mlp.router.balance.offset_E for network in (model, task.model))
@@ -128,15 +129,13 @@ def test_the_probe_for_the_fluctuation_is_of_all_classes_and_the_same_on_every_p
     by_class.label_N, order = by_class.label_N.sort()
     by_class.image_NCHW = by_class.image_NCHW[order]
     chosen = recipe()
-    task = Classification(
-        chosen.build(4), images("train"), by_class, chosen.training, group=Processes(rank=rank, num=2)
-    )
-    drawn = torch.cat([batch.label for (batch,) in itertools.islice(task._probe_loader.epoch(), 8)])
-    assert drawn.bincount().min() > 5
+    task = Classification(chosen.build(4), labelled(test=by_class), chosen, Compute(Processes(rank=rank, num=2)))
+    drawn = some_batches(task.test_loader.source, torch.device("cpu"), num_items=256, batch_size=8)
+    assert torch.cat([batch.label for batch in drawn]).bincount().min() > 5
     task.model.eval()
     used = task._experts_of_probe()
     assert {len(used_PE) for used_PE in used.values()} == {256 * 5}  # images × tokens
-    alone = Classification(task.model, images("train"), by_class, chosen.training)._experts_of_probe()
+    alone = Classification(task.model, labelled(test=by_class), chosen, Compute())._experts_of_probe()
     assert all(torch.equal(alone[name], used[name]) for name in used)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ermoe.images.presets import recipe as recipe_called
-from ermoe.train.distributed import _from_slurm
+from ermoe.train.compute import _from_slurm
 from ermoe.train.run_folder import read_lines
 from support.tiny_run import recipe, run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ermoe.train.distributed import processes
+from ermoe.train.compute import processes
 from support.tiny_run import StoppedError, recipe, run
 
 

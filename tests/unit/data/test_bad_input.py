@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from ermoe.data.augment import Transform
 from ermoe.data.catalogue import open_images
 from ermoe.data.decode import decode
-from ermoe.data.loader import Loader
 from ermoe.errors import UserError
 from ermoe.images.check import check
+from ermoe.images.labelled import LabelledImages
 from ermoe.retrieval.captions.catalogue import open_captions
+from ermoe.train.compute import Compute
+from ermoe.train.loader import Loader
 from support import pictures as make
 
 
@@ -73,7 +74,7 @@ def test_a_corrupt_jpeg(tmp_path):
 def test_a_corrupt_image_is_one_sentence_also_from_a_worker(tmp_path, workers):
     make.image_folder(tmp_path)
     (tmp_path / "train" / "dog" / "bad.jpg").write_bytes(make.picture(7, (64, 64), format="JPEG")[:400])
-    batches = Loader(open_images(tmp_path), Transform(8), batch_size=3, workers=workers).epoch()
+    batches = Loader(Transform(8).of(open_images(tmp_path)), batch_size=3, compute=Compute(workers=workers)).epoch()
     assert len(next(batches)[0]) == 3, "what comes before it is delivered"
     with pytest.raises(UserError, match=r"^\S+bad\.jpg cannot be decoded: .*; replace or remove it$"):
         list(batches)
@@ -325,9 +326,7 @@ def test_loose_images_without_class_folders(tmp_path):
 
 
 def test_classes_that_do_not_agree(tmp_path):
-    from ermoe.images.classification import Classification
-    from ermoe.train.settings import Training
 
     make.cifar10(tmp_path)
     with pytest.raises(UserError, match="classes are not those of the training set"):
-        Classification(torch.nn.Linear(1, 1), open_images("digits"), open_images(tmp_path, "test"), Training())
+        LabelledImages("two", open_images("digits"), open_images(tmp_path, "test"))

@@ -5,14 +5,16 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from ermoe.data.augment import Augmentation, Batch, Transform, resized_crop
+from ermoe.data.augment import Batch, Transform, resized_crop
+from ermoe.data.augmentation import Augmentation
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import ImagesInMemory
-from ermoe.data.loader import Loader
 from ermoe.data.order import Order, evaluation_batches, share
 from ermoe.data.rand_augment import rand_augment
 from ermoe.data.randomness import uniform
 from ermoe.errors import UserError
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.loader import Loader
 from support import pictures as make
 
 EVERYTHING = Augmentation(rand_ops=2, erase=0.5, mixup=0.8, cutmix=1.0)
@@ -47,7 +49,7 @@ def test_batches_that_cannot_be_had_are_refused():
         Order(10, 11, seed=0)
     with pytest.raises(UserError, match="at least 1"):
         Order(10, 0, seed=0)
-    loader = Loader(open_images("digits"), Transform(8, EVERYTHING), Order(50, 5, seed=0))
+    loader = Loader(Transform(8, EVERYTHING).of(open_images("digits")), Order(50, 5, seed=0))
     with pytest.raises(UserError, match="even batch size"):
         next(loader.epoch(0))
 
@@ -67,12 +69,12 @@ def test_augmentation_does_not_depend_on_processes_parts_workers_or_where_it_beg
         make.image_folder(tmp_path, per_class=16)
         images = open_images(tmp_path)
     augmentation = EVERYTHING if layout == "memory" else Augmentation(crop="resized", rand_ops=2, erase=0.5, mixup=0.8)
-    options = (images, Transform(8, augmentation, seed=5), Order(48, 8, seed=1))
+    options = (Transform(8, augmentation, seed=5).of(images), Order(48, 8, seed=1))
     whole = [parts[0] for parts in Loader(*options).epoch(2)]
-    late = [parts[0] for parts in Loader(*options, workers=2).epoch(2, first_step=4)]
+    late = [parts[0] for parts in Loader(*options, compute=Compute(workers=2)).epoch(2, first_step=4)]
     assert torch.equal(late[0].image, whole[4].image)
     assert len(late) == 2
-    shared = [list(Loader(*options, rank=r, num_processes=2, num_parts=2).epoch(2)) for r in range(2)]
+    shared = [list(Loader(*options, compute=Compute(Processes(r, 2)), num_parts=2).epoch(2)) for r in range(2)]
     for step, expected in enumerate(whole):
         found = together([part for rank in shared for part in rank[step]])
         assert torch.equal(found.image, expected.image)
@@ -108,7 +110,7 @@ def test_rand_augment_of_a_batch_equals_one_image_at_a_time():
 def test_without_augmentation_images_are_only_normalised():
     images = open_images("digits")
     transform = Transform(8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    (batch,) = next(Loader(images, transform, batch_size=4).epoch())
+    (batch,) = next(Loader(transform.of(images), batch_size=4).epoch())
     expected = v2.functional.normalize(
         images.image_NCHW[:4].expand(-1, 3, -1, -1) / 255, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
     )
@@ -144,7 +146,7 @@ def test_mixing_keeps_pairs_and_shares_honest():
     plain = Transform(8, Augmentation(crop="none", flip=False), seed=0)
     mixed = Transform(8, Augmentation(crop="none", flip=False, mixup=0.8, cutmix=1.0), seed=0)
     order = Order(len(images), 64, seed=0)
-    before, after = (next(Loader(images, t, order).epoch(0))[0] for t in (plain, mixed))
+    before, after = (next(Loader(t.of(images), order).epoch(0))[0] for t in (plain, mixed))
     swapped = before.image.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
     assert torch.equal(after.other_label.unflatten(0, (-1, 2)).flip(1).flatten(), after.label)
     share_B = after.share.view(-1, 1, 1, 1)

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ermoe.data.augment import Augmentation, Transform
+from ermoe.data.augment import Transform
+from ermoe.data.augmentation import Augmentation
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images, ImagesInMemory
-from ermoe.data.loader import Loader
 from ermoe.data.order import Order
 from ermoe.images.presets import recipe
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.bench.record import Bar, Result
+from ermoe.train.loader import Loader
 
 _BATCH = 100
 _PRELOADED, _LOADER, _FULL = "preloaded tensors", "loader, miniature preset", "loader, all augmentations of the paper"
@@ -58,7 +59,7 @@ def run(data: Path | None, *, rounds: int, threads: int) -> Result:
     settings = {"data": images.found, "batch": _BATCH, "rounds": rounds, "threads": threads}
     result = Result("data", settings, reference=_PRELOADED)
     order = Order(len(images), _BATCH, seed=0)
-    loaders = {name: Loader(images, Transform(32, own), order) for name, own in _AUGMENTATIONS.items()}
+    loaders = {name: Loader(Transform(32, own).of(images), order) for name, own in _AUGMENTATIONS.items()}
     ready = list(itertools.islice(endless(loaders[_LOADER]), 8))
     work = {_PRELOADED: step(itertools.cycle(ready))}
     work |= {name: step(endless(loader)) for name, loader in loaders.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ermoe.data.augment import Augmentation
+from ermoe.data.augmentation import Augmentation
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.images.presets import recipe

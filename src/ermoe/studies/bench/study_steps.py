@@ -13,14 +13,13 @@ import torch
 
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images
-from ermoe.data.loader import Loader
 from ermoe.data.order import Order
 from ermoe.images.classification import transform_for
-from ermoe.images.presets import recipe
-from ermoe.images.rivals.image_level import STYLES
+from ermoe.images.presets import IMAGE_LEVEL, recipe
 from ermoe.studies.bench.clock import Measurement, compare, take_turns
 from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.bench.study import Study, circumstances, data_name, read_record, write_record
+from ermoe.train.loader import Loader
 
 _ROUNDS = 30
 _NUM_BATCHES = 4
@@ -52,7 +51,7 @@ def _families(presets: Sequence[str]) -> dict[str, list[str]]:
     >>> _families(["cifar-dense", "cifar-ermoe", "cifar17-ermoe", "cifar-deep-moe"])
     {'cifar-dense': ['cifar-dense', 'cifar-ermoe']}
     """
-    comparable = [preset for preset in presets if recipe(preset).architecture not in STYLES]
+    comparable = [preset for preset in presets if recipe(preset).architecture not in IMAGE_LEVEL]
     return {
         dense: [preset for preset in comparable if preset.startswith(dense.removesuffix("dense"))]
         for dense in comparable
@@ -71,6 +70,6 @@ def _step(preset: str, images: Images) -> Callable[[], object]:
     chosen = recipe(preset)
     model = chosen.build(len(images.classes))
     order = Order(len(images), chosen.training.batch_size, chosen.training.seed)
-    loader = Loader(images, transform_for(model, chosen.augmentation), order)
+    loader = Loader(transform_for(model, chosen.augmentation).of(images), order)
     ready = [(part.image, part.label) for (part,) in itertools.islice(loader.epoch(), _NUM_BATCHES)]
     return training_step_of(model, itertools.cycle(ready))

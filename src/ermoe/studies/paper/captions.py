@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ermoe.data.augment import NO_AUGMENTATION
+from ermoe.data.augmentation import NO_AUGMENTATION
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.evaluation import evaluate

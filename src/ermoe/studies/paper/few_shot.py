@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.images.labelled import LabelledImages
 from ermoe.images.probe import READINGS, features, probe
 from ermoe.studies.paper import images
-from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Source, Variant
+from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
 from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
 
 SHOTS = (5, 10)
@@ -24,7 +25,7 @@ PAPER = {  # CIFAR-10, CIFAR-100, Tiny-ImageNet, each with 5 and 10 shots
 }
 
 
-def sources(setup: Setup) -> tuple[Source, Source]:
+def sources(setup: Setup) -> tuple[LabelledImages, LabelledImages]:
     """What features are learned from, and what they are probed on: two data sets, or two halves of the classes."""
     if setup.pretrain is not None:
         return images.source(setup, setup.pretrain), images.source(setup)
@@ -53,7 +54,7 @@ def measure(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     return probes(images.trained(setup, Variant(method, method), seed, first).model, second, seed)
 
 
-def probes(model: nn.Module, data: Source, seed: int, shots: Sequence[int] = SHOTS) -> dict[str, Any]:
+def probes(model: nn.Module, data: LabelledImages, seed: int, shots: Sequence[int] = SHOTS) -> dict[str, Any]:
     """Accuracy by reading and number of shots, with half of its 95 % interval over five draws."""
     given = features(model, data.train, data.test)
     found: dict[str, Any] = {}

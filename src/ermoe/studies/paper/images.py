@@ -6,8 +6,8 @@ Letters: N images.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
-from ermoe.data.augment import Transform
+from ermoe.data.augment import Batch, Transform
 from ermoe.data.catalogue import open_images
-from ermoe.data.images import Images, ImagesInMemory
-from ermoe.data.loader import Loader
+from ermoe.data.images import Images, ImagesInMemory, some_of
 from ermoe.errors import UserError
-from ermoe.images.classification import Classification, evaluate, transform_for
-from ermoe.images.presets import Recipe, recipe
-from ermoe.images.rivals.image_level import STYLES
-from ermoe.images.two_stages import TwoStageClassification
+from ermoe.images.classification import evaluate, transform_for
+from ermoe.images.labelled import LabelledImages
+from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
 from ermoe.models.io import load
-from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
-from ermoe.nn.orthogonality import bases
 from ermoe.studies.paper.study import Setup, slug
-from ermoe.train.loop import fit
+from ermoe.train.compute import Compute
+from ermoe.train.loader import Loader
+from ermoe.train.recipe import train
 from ermoe.train.run_folder import RunFolder
-from ermoe.train.settings import Training
 
 PAPER_RULE, OFFSETS = "ermoe-none", "ermoe"
 """The method as the paper has it, and with our offsets."""
@@ -52,15 +49,6 @@ LABELS = {
     "single-gated": "Single-gated MoE-style",
     "deep-moe": "DeepMoE-style",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A data set: its two splits, and a name for folders."""
-
-    name: str
-    train: Images
-    test: Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +85,7 @@ class Trained:
     folder: Path
 
 
-def source(setup: Setup, path: str | None = None) -> Source:
+def source(setup: Setup, path: str | None = None) -> LabelledImages:
     """The images that a study is about: ``path``, else --data, else the digits that come with scikit-learn."""
     path = path or setup.data
     if path is None and setup.is_full:
@@ -106,9 +94,9 @@ def source(setup: Setup, path: str | None = None) -> Source:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, *, held: bool) -> Source:
+def _opened(place: str, *, held: bool) -> LabelledImages:
     train, test = open_images(place, "train"), open_images(place, "test")
-    return Source(slug(place), _held(train), _held(test)) if held else Source(slug(place), train, test)
+    return LabelledImages(slug(place), _held(train), _held(test)) if held else LabelledImages(slug(place), train, test)
 
 
 def _held(images: Images) -> Images:
@@ -164,7 +152,7 @@ def base_recipe(setup: Setup, method: str) -> Recipe:
     """The preset that a method has at this scale: ViT-B/16 or ResNet-18, a miniature, or a toy for digits."""
     if setup.is_full and method == PAPER_RULE:
         return recipe("paper-ermoe")
-    convolutional = method in STYLES
+    convolutional = method in IMAGE_LEVEL
     if setup.is_full:
         return recipe(f"resnet18-{method}" if convolutional else f"b16-{method}")
     if setup.data is None and setup.pretrain is None:
@@ -172,7 +160,7 @@ def base_recipe(setup: Setup, method: str) -> Recipe:
     return recipe(f"cifar-{method}" if convolutional else f"cifar17-{method}")
 
 
-def recipe_of(setup: Setup, variant: Variant, seed: int, data: Source) -> Recipe:
+def recipe_of(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> Recipe:
     """The recipe of one run."""
     chosen = base_recipe(setup, variant.method)
     sparsity = None if chosen.sparsity is None else {**chosen.sparsity, **variant.sparsity}
@@ -180,67 +168,44 @@ def recipe_of(setup: Setup, variant: Variant, seed: int, data: Source) -> Recipe
         sparsity.pop("rank", None)
     epochs = epochs_of(setup, chosen, data)
     share = epochs / chosen.training.epochs
-    budget = {"epochs": epochs, "warmup_epochs": share * chosen.training.warmup_epochs, "seed": seed}
-    return replace(chosen, sparsity=sparsity, training=replace(chosen.training, **{**budget, **variant.training}))
+    # Studies read the last epoch: no other is judged, and none is chosen.
+    budget: dict[str, Any] = {"epochs": epochs, "evaluate_every": epochs, "seed": seed}
+    budget["warmup_epochs"] = share * chosen.training.warmup_epochs
+    training = replace(chosen.training, **{**budget, **variant.training})
+    return replace(chosen, sparsity=sparsity, training=training, validation=0.0, weights=setup.weights)
 
 
-def epochs_of(setup: Setup, chosen: Recipe, data: Source) -> int:
+def epochs_of(setup: Setup, chosen: Recipe, data: LabelledImages) -> int:
     """--epochs, else the preset's; miniatures on data of your own have a budget of steps instead."""
     if setup.epochs is not None:
         return setup.epochs
-    if setup.is_full or chosen.architecture in STYLES or chosen.model_args["img_size"] < _MINI_SIDE:
+    if setup.is_full or chosen.architecture in IMAGE_LEVEL or chosen.model_args["img_size"] < _MINI_SIDE:
         return chosen.training.epochs
     return max(2, round(_MINI_STEPS * chosen.training.batch_size / len(data.train)))
 
 
-class Watched(Classification):
-    """Classification that also writes down how far the bases had drifted when an epoch ended, before retraction.
-
-    Studies read the last epoch, so only that one is evaluated, and none is chosen by its figures on test images.
-    """
-
-    goal = "none"
-
-    def __init__(self, model: nn.Module, train: Images, test: Images, settings: Training, **options: Any) -> None:
-        super().__init__(model, train, test, settings, **options)
-        self.epochs = self.epochs_left = settings.epochs
-        self.drift: dict[str, float] = {}
-
-    def batches(self, epoch: int, first_step: int) -> Iterator[list[Any]]:
-        yield from super().batches(epoch, first_step)
-        self.epochs_left = self.epochs - epoch - 1
-        self.drift = drift(self.model)  # the last step is over, the retraction comes next
-
-    def evaluate(self) -> dict[str, float]:
-        return {} if self.epochs_left else {**super().evaluate(), **self.drift}
-
-
-@torch.no_grad()
-def drift(model: nn.Module) -> dict[str, float]:
-    """Worst spectral error and summed squared Frobenius error of all bases; nothing for a model without any."""
-    found = [basis.detach() for basis in bases(model)]
-    if not found:
-        return {}
-    return {
-        "drift": max(float(orthonormality_error(basis).max()) for basis in found),
-        "penalty": sum(float(orthogonality_penalty(basis)) for basis in found),
-    }
-
-
-def trained(setup: Setup, variant: Variant, seed: int, data: Source) -> Trained:
+def trained(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> Trained:
     """A variant trained on ``data``, or taken from the folder where another study trained it."""
     chosen = recipe_of(setup, variant, seed, data)
-    folder = setup.trained(data.name) / f"{variant.key}-{seed}"
-    model = chosen.build(len(data.train.classes), weights=setup.weights)
-    if variant.prepare is not None:
-        variant.prepare(model)
-    options: dict[str, Any] = {"augmentation": chosen.augmentation, "label_smoothing": chosen.label_smoothing}
-    task_class: Any = TwoStageClassification if chosen.architecture in STYLES else Watched
-    task = task_class(model, data.train, data.test, chosen.training, **options, workers=_workers(data))
-    config = {**asdict(chosen), "data": data.name, "num_images": len(data.train), "weights": setup.weights}
-    config.pop("training")
-    figures = fit(task, chosen.training, folder, config=config, console=setup.console)
+    folder = setup.trained(data.path) / f"{variant.key}-{seed}"
+    compute = Compute(workers=_workers(data), console=setup.console)
+    chosen = chosen if variant.prepare is None else _prepared(chosen, variant.prepare)
+    figures = train(chosen, data, folder, compute=compute)
     return Trained(loaded(RunFolder(folder).final, variant), figures, folder)
+
+
+def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
+    """The recipe whose models are changed once they are built."""
+
+    class Prepared(Recipe):
+        __slots__ = ()
+
+        def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
+            model = Recipe.build(self, num_classes, weights=weights)
+            prepare(model)
+            return model
+
+    return Prepared(**{name: getattr(chosen, name) for name in Recipe.__slots__})
 
 
 def loaded(folder: str | os.PathLike[str], variant: Variant) -> nn.Module:
@@ -251,17 +216,17 @@ def loaded(folder: str | os.PathLike[str], variant: Variant) -> nn.Module:
     return model.eval()
 
 
-def _workers(data: Source) -> int:
+def _workers(data: LabelledImages) -> int:
     """Files are read ahead; what is in memory needs nobody."""
     return 0 if isinstance(data.train, ImagesInMemory) else 2
 
 
-def loader_of(model: nn.Module, data: Source) -> Loader:
+def loader_of(model: nn.Module, data: LabelledImages) -> Loader[Batch]:
     """The test images as the model wants them."""
-    return Loader(data.test, transform_for(model), batch_size=250, workers=_workers(data))
+    return Loader(transform_for(model).of(data.test), batch_size=250, compute=Compute(workers=_workers(data)))
 
 
-def examined(model: nn.Module, data: Source) -> tuple[dict[str, float], RoutingRecorder]:
+def examined(model: nn.Module, data: LabelledImages) -> tuple[dict[str, float], RoutingRecorder]:
     """Accuracy and loss on the test images, and the recording of their routing."""
     with record_routing(model, classes=data.test.classes) as recorder:
         figures = evaluate(model, loader_of(model, data), recorder)
@@ -269,7 +234,7 @@ def examined(model: nn.Module, data: Source) -> tuple[dict[str, float], RoutingR
 
 
 @torch.inference_mode()
-def routed(model: nn.Module, data: Source) -> RoutingRecorder:
+def routed(model: nn.Module, data: LabelledImages) -> RoutingRecorder:
     """The routing of test images whose classes need not be the model's."""
     with record_routing(model, classes=data.test.classes) as recorder:
         for (batch,) in loader_of(model, data).epoch():
@@ -284,12 +249,12 @@ def mean_over_layers(recorder: RoutingRecorder, measure: str) -> float:
     return sum(values) / len(values)
 
 
-def halves(data: Source) -> tuple[Source, Source]:
+def halves(data: LabelledImages) -> tuple[LabelledImages, LabelledImages]:
     """Two data sets of different classes: one to learn features from, one to probe them on."""
     middle = len(data.train.classes) // 2
     parts = (range(middle), range(middle, len(data.train.classes)))
     first, second = (
-        Source(f"{data.name}-half{number}", chosen(data.train, classes), chosen(data.test, classes))
+        LabelledImages(f"{data.path}-half{number}", chosen(data.train, classes), chosen(data.test, classes))
         for number, classes in enumerate(parts, 1)
     )
     return first, second
@@ -301,23 +266,4 @@ def chosen(images: Images, classes: Sequence[int]) -> Images:
     label_N = torch.searchsorted(torch.tensor(list(classes)), images.label_N[index_N])
     names = [images.classes[c] for c in classes]
     found = f"{images.found}, of which classes {names[0]} to {names[-1]}: {len(index_N)} images"
-    if isinstance(images, ImagesInMemory):
-        return ImagesInMemory(
-            images.image_NCHW[index_N], found=found, split=images.split, classes=names, label_N=label_N
-        )
-    return Chosen(images, index_N, found=found, classes=names, label_N=label_N)
-
-
-class Chosen(Images):
-    """Some of the images of another set."""
-
-    def __init__(self, images: Images, index_N: Tensor, *, found: str, classes: Sequence[str], label_N: Tensor) -> None:
-        super().__init__(found=found, split=images.split, classes=classes, label_N=label_N)
-        self.images = images
-        self.index = index_N.tolist()
-
-    def name(self, index: int) -> str:
-        return self.images.name(self.index[index])
-
-    def read(self, index: int) -> Tensor:
-        return self.images.read(self.index[index])
+    return some_of(images, index_N.numpy(), found=found, classes=names, label_N=label_N)

@@ -13,9 +13,10 @@ from torch import nn
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
 from ermoe.explore.inspect import experts_a_token
+from ermoe.images.labelled import LabelledImages
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.paper import images
-from ermoe.studies.paper.images import AS_PRINTED, PAPER_RULE, Source, Variant
+from ermoe.studies.paper.images import AS_PRINTED, PAPER_RULE, Variant
 from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, deviation, mean, of
 
 NUMBERS = (1, 2, 3, 4, 6)
@@ -57,7 +58,7 @@ def sweep(setup: Setup, variant: Variant, seed: int) -> dict[str, Any]:
     return {"at": found}
 
 
-def step_times(model: nn.Module, data: Source, rounds: int = 9) -> dict[str, float]:
+def step_times(model: nn.Module, data: LabelledImages, rounds: int = 9) -> dict[str, float]:
     """The time of a forward pass at every k, over that at k = 2, all in turns."""
     (batch,) = next(images.loader_of(model, data).epoch())
 
