@@ -96,8 +96,8 @@ class TestImageRuns:
     def test_an_interrupted_run_goes_on_to_the_same_end(self, saved, command, tmp_path):
         """The figures are those of the earlier version, which went on from the same checkpoint.
 
-        Rounding errors of another processor change which experts a few tokens choose, and grow from step to step; the
-        first steps tell whether weights, order, rate and moments are the checkpoint's.
+        The first step tells whether weights, order and rate are the checkpoint's, the second whether its moments are,
+        the last evaluation whether the average is. Rounding errors of another processor grow from step to step.
         """
         wanted = expected(saved / "images" / "interrupted.json")
         run = shutil.copytree(saved / "images" / "interrupted", tmp_path / "run")
@@ -107,12 +107,12 @@ class TestImageRuns:
         assert lines[: len(before)] == before
         first, second, *_, last = map(json.loads, lines[len(before) :])
         wanted_first, wanted_second, *_, wanted_last = wanted["metrics"]
-        assert first["lr"] == pytest.approx(wanted_first["lr"])
-        assert first["loss"] == pytest.approx(wanted_first["loss"], rel=4e-3)
-        assert second["loss"] == pytest.approx(wanted_second["loss"], rel=4e-3)
+        for name in ("lr", "loss", "gradient_norm"):
+            assert first[name] == pytest.approx(wanted_first[name], rel=1e-3), name
+        assert second["loss"] == pytest.approx(wanted_second["loss"], rel=1e-3)
         assert (last["step"], last["kind"]) == (wanted_last["step"], "test")
-        assert last["loss"] == pytest.approx(wanted_last["loss"], abs=0.01)
-        assert last["top1"] == pytest.approx(wanted_last["top1"], abs=0.01)
+        for name in ("loss", "top1", "fallback_rate"):
+            assert last[name] == pytest.approx(wanted_last[name], abs=5e-3), name
         assert ermoe.load(run / "model").num_classes == 10
 
 
