@@ -20,7 +20,8 @@ RESUME = ("auto", "never", "must")
 # How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
 _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
 # What runs did that an earlier version began, which did not know the setting yet.
-_BEFORE_IT_WAS_A_SETTING: Json = {"training": to_json(Training()), "validation": 0.0}
+_BEFORE_IT_WAS_A_SETTING: Json = {"validation": 0.0}
+_TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
 
 
@@ -97,9 +98,7 @@ class RunFolder:
         if not self.config.is_file():
             return
         earlier = read_json(self.config, "choose another folder, or remove this one")
-        for name, known in _BEFORE_IT_WAS_A_SETTING.items():
-            if name in config:
-                earlier[name] = known | earlier.get(name, {}) if isinstance(known, dict) else earlier.get(name, known)
+        earlier = _completed(earlier, config)
         if changed := differences(earlier, config):
             raise UserError(
                 f"{self.folder} holds a run with another configuration: choose another folder, or undo the change\n  "
@@ -119,6 +118,17 @@ def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | 
     run = RunFolder(Path(place))
     is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
     return run.model(prefer) if is_run else place
+
+
+def _completed(earlier: Json, config: Json) -> Json:
+    """What an earlier version wrote, with the settings that it did not know yet."""
+    known = {name: value for name, value in _BEFORE_IT_WAS_A_SETTING.items() if name in config} | earlier
+    return {
+        name: _completed(_TRAINING | value if name == "training" else value, config.get(name) or {})
+        if isinstance(value, dict)
+        else value
+        for name, value in known.items()
+    }
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
