@@ -27,7 +27,7 @@ from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.metrics import figures, paired_difference
 from ermoe.brain.run import train
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results" / "brain_ixi50"
 

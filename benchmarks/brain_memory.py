@@ -22,7 +22,7 @@ import tyro
 from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.learning import default_cache
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 from ermoe.train.distributed import Processes
 from ermoe.train.run_folder import read_lines
 

@@ -34,7 +34,7 @@ from ermoe.brain.data.mask import has_deepbet
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.predict import predict
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 LIMIT_YEARS = 0.01
 STORED = ("LAS", "IPL", "SRA", ".nii", "int16", "scaled", "padded")

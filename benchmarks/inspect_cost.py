@@ -26,7 +26,7 @@ from ermoe.explore.inspect import Settings, look_into
 from ermoe.explore.inspection_page import inspection_page
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.record import Bar, Result, save, show
+from ermoe.studies.bench.result import Bar, Result, save, show
 
 
 def build_model(patch_size: int, num_classes: int) -> torch.nn.Module:

@@ -28,7 +28,7 @@ from ermoe.files import replacing
 from ermoe.retrieval.evaluation import evaluate
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.run import train
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 from ermoe.train.run_folder import read_lines
 
 RESULTS = Path(__file__).parent / "results" / "flickr8k"

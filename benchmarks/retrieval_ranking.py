@@ -22,7 +22,7 @@ import tyro
 
 from ermoe.files import replacing
 from ermoe.retrieval.figures import retrieve
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 RESULT = Path(__file__).parent / "results" / "retrieval_ranking.json"
 NUM_IMAGES, NUM_TEXTS, WIDTH = 31_783, 158_915, 512

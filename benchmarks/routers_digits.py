@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import ermoe
 from ermoe.files import replacing
 from ermoe.models.vit import SparseVisionTransformer
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results" / "routers_digits"
 SIZE = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}

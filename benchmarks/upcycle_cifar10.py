@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import ermoe
 from ermoe.data.catalogue import open_images
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results" / "upcycle_cifar10"
 CALIBRATION_IMAGES = 512

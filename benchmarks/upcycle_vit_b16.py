@@ -16,7 +16,7 @@ import torch
 
 import ermoe
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import commit, machine, versions
 
 THREADS = 1
 RESULT = Path(__file__).parent / "results" / "upcycle_vit_b16.json"

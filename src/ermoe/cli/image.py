@@ -5,13 +5,13 @@ from __future__ import annotations
 import tyro
 
 from ermoe.images.commands import COMMANDS
-from ermoe.studies.image_command import Study
+from ermoe.studies.image_command import Comparison
 
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {**COMMANDS, "study": Study},
+        {**COMMANDS, "study": Comparison},
         prog="ermoe image",
         description="Train, evaluate, probe and use image classifiers.",
         args=argv,

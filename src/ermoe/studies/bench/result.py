@@ -1,14 +1,8 @@
-"""What a benchmark leaves behind: a table to read, a JSON to trust, a plot to look at."""
+"""What a benchmark leaves behind: a table to read, a record to trust, a plot to look at."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +11,7 @@ from rich.table import Table
 
 from ermoe.files import replacing
 from ermoe.studies.bench.clock import Measurement
+from ermoe.studies.record import Record, add_records, new_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +44,14 @@ class Result:
         rows = {row.name: row.ratio for row in self.tables[table]}
         return rows[candidate] / (1.0 if to is None else rows[to])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_record(self) -> Record:
         """Everything, with machine, versions, commit and command."""
-        return {
-            "benchmark": self.name,
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "settings": self.settings,
-            "reference": self.reference,
+        figures = {
             "tables": {name: [asdict(row) for row in rows] for name, rows in self.tables.items()},
             "figures": self.figures,
             "bars": [{**asdict(bar), "holds": bar.holds} for bar in self.bars],
         }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that takes part."""
-    found = {}
-    for package in ("ermoe", "torch", "timm", "transformers", "st-moe-pytorch", "soft-moe-pytorch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """The commit of the checkout this code runs from, with "+" for uncommitted changes; "" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", ":/src"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+        return new_record("bench", self.name, settings={**self.settings, "reference": self.reference}, figures=figures)
 
 
 def show(result: Result, console: Console) -> None:
@@ -118,12 +71,11 @@ def show(result: Result, console: Console) -> None:
 
 
 def save(result: Result, folder: Path) -> Path:
-    """Writes ``NAME.json`` and, where there are tables, ``NAME.svg``; returns the JSON's path."""
-    path = folder / f"{result.name}.json"
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n")
+    """Adds a line to ``bench.jsonl``, whose path it returns, and draws ``NAME.svg`` where there are tables."""
+    path = folder / "bench.jsonl"
+    add_records(path, result.as_record())
     if result.tables:
-        _plot(result, path.with_suffix(".svg"))
+        _plot(result, folder / f"{result.name}.svg")
     return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -20,30 +21,38 @@ from ermoe.images.presets import recipe
 from ermoe.images.rivals.image_level import STYLES
 from ermoe.studies.bench.clock import Measurement, compare, take_turns
 from ermoe.studies.bench.model import training_step_of
-from ermoe.studies.bench.study import Study, circumstances, data_name, read_record, write_record
+from ermoe.studies.comparison import STUDY
+from ermoe.studies.image_command import Comparison
+from ermoe.studies.record import RECORDS, Record, add_records, new_record, read_records
 
+STEPS = "steps"
 _ROUNDS = 30
 _NUM_BATCHES = 4
 
 
-def steps_of(study: Study) -> dict[str, Measurement]:
-    """By preset, a step's time beside that of the dense preset of its family, from ``out/steps.json``.
+def step_times(asked: Comparison) -> dict[str, Measurement]:
+    """By preset, a step's time beside that of the dense preset of its family, from the last record of that name.
 
-    They are timed first if that file lacks one of them or was made with other data or threads. Presets whose family has
-    no dense one in the study are left out, and so are the image-level rivals, whose step changes halfway.
+    They are timed first if there is none of these presets with this data and this number of threads. Presets whose
+    family has no dense one among them are left out, and so are the image-level rivals, whose step changes halfway.
     """
-    path = study.out / "steps.json"
-    families = _families(study.presets)
+    families = _families(asked.presets)
     wanted = {preset for family in families.values() for preset in family}
     if not wanted:
         return {}
-    settings = {"data": data_name(study.data), "threads": study.threads, "rounds": _ROUNDS}
-    record = read_record(path) if path.is_file() else {}
-    if record.get("settings") != settings or not wanted <= record["steps"].keys():
-        steps = {row.name: asdict(row) for dense, own in families.items() for row in _measure(study, dense, own)}
-        record = {"command": study.command, **circumstances(), "settings": settings, "steps": steps}
-        write_record(path, record)
-    return {preset: Measurement(**record["steps"][preset]) for preset in study.presets if preset in wanted}
+    settings = {"data": asked.data.resolve().name, "threads": asked.threads, "rounds": _ROUNDS}
+    figures = recorded_steps(read_records(asked.out / RECORDS), settings)
+    if not wanted <= figures.keys():
+        steps = {row.name: asdict(row) for dense, own in families.items() for row in _measure(asked, dense, own)}
+        (record,) = add_records(asked.out / RECORDS, new_record(STUDY, STEPS, settings=settings, figures=steps))
+        figures = record["figures"]
+    return {preset: Measurement(**figures[preset]) for preset in asked.presets if preset in wanted}
+
+
+def recorded_steps(records: Sequence[Record], settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The figures of the last record of step times, of those with these settings; nothing if there is none."""
+    own = [record for record in records if record["name"] == STEPS and settings in (None, record["settings"])]
+    return dict(own[-1]["figures"]) if own else {}
 
 
 def _families(presets: Sequence[str]) -> dict[str, list[str]]:
@@ -60,9 +69,9 @@ def _families(presets: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def _measure(study: Study, dense: str, presets: list[str]) -> list[Measurement]:
-    torch.set_num_threads(study.threads)
-    images = open_images(study.data, "train")
+def _measure(asked: Comparison, dense: str, presets: list[str]) -> list[Measurement]:
+    torch.set_num_threads(asked.threads)
+    images = open_images(asked.data, "train")
     return compare(take_turns({preset: _step(preset, images) for preset in presets}, rounds=_ROUNDS), dense)
 
 
