@@ -86,14 +86,15 @@ def spread(*path: str, style: str = ".2%") -> Show:
     return lambda runs: cell(figures_of(runs, runs[0]["name"], *path), style)
 
 
-def filled_in(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+def filled_in(text: str, tables: Mapping[str, Callable[[], Table]]) -> str:
     """A document with all its marked tables written anew, as far indented as their marks.
 
-    >>> print(filled_in("See:\\n<!-- table: x -->\\nold\\n<!-- end of table -->", {"x": lambda: "new"}))
+    >>> print(filled_in("See:\\n<!-- table: x -->\\nold\\n<!-- end of table -->", {"x": lambda: Table(["new"], [])}))
     See:
     <!-- table: x -->
     <BLANKLINE>
-    new
+    | new |
+    | :-- |
     <BLANKLINE>
     <!-- end of table -->
     """
@@ -102,7 +103,7 @@ def filled_in(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
         indent, name = found.groups()
         if name not in tables:
             raise UserError(f"there is no table {name!r}: use one of {', '.join(tables)}")
-        lines = [f"<!-- table: {name} -->", "", *tables[name]().splitlines(), "", "<!-- end of table -->"]
+        lines = [f"<!-- table: {name} -->", "", *tables[name]().markdown().splitlines(), "", "<!-- end of table -->"]
         return "\n".join(indent + line if line else "" for line in lines)
 
     return _MARKED.sub(anew, text)
