@@ -4,7 +4,7 @@
 SHELL = /bin/sh
 BIN = .venv/bin
 
-.PHONY: help setup demo test lint bench constraints dev-env
+.PHONY: help setup demo test lint bench tables constraints dev-env
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -15,6 +15,7 @@ help:
 	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
 	@echo "  make bench    every benchmark of docs/performance.md, beside the peers: about an hour of an idle machine"
+	@echo "  make tables   write the tables of README.md and docs/ from the records in benchmarks/results"
 	@echo "  make setup    only install; EXTRAS=\"brain clip\" adds what those need"
 	@echo
 	@echo "Each of them makes .venv first if need be, once: about 3.1 GB to download and 6 GB on disk"
@@ -43,6 +44,9 @@ test: lint
 bench:
 	@sh tools/setup.sh bench
 	$(BIN)/ermoe bench all --threads 1 2
+
+tables: dev-env
+	$(BIN)/python benchmarks/tables.py
 
 # Pins stay as they are unless a range in pyproject.toml forbids them; UPGRADE=--upgrade takes the newest of all.
 constraints: dev-env

@@ -6,14 +6,13 @@ averaged over runs for each person, and people are resampled.
 
     python benchmarks/brain_ixi50.py DATA [--shuffles 3] [--seeds 3] [--threads 2]
 
-A queue that resumes: one JSON a run, and runs that have one are not repeated; one that was interrupted goes on.
+A queue that resumes: a line a run in benchmarks/results/brain_ixi50.jsonl; one that was interrupted goes on.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,16 +23,17 @@ from rich.console import Console
 
 from ermoe.brain.data.preprocess import Preprocessing
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.metrics import figures, paired_difference
+from ermoe.brain.metrics import paired_difference
 from ermoe.brain.run import train
-from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.queue import Job, run_queue
+from ermoe.studies.record import Record
+from ermoe.studies.tables import Table
 
-RESULTS = Path(__file__).parent / "results" / "brain_ixi50"
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
-class Study:
+class Options:
     """Train every method over shuffles of the folds and seeds, and compare within one batch."""
 
     data: Annotated[Path, tyro.conf.Positional]
@@ -60,139 +60,90 @@ class Study:
 
 
 def main() -> None:
-    study = tyro.cli(Study)
-    torch.set_num_threads(study.threads)
+    options = tyro.cli(Options)
+    torch.set_num_threads(options.threads)
     console = Console()
-    records = [run(study, *job, console) for job in jobs(study)]
-    summary = summarise(records, study)
-    write(study.out / "summary.json", summary)
-    console.print(table(summary), highlight=False, soft_wrap=True)
+    records = run_queue("brain_ixi50", jobs(options, console), options.out / "brain_ixi50.jsonl", console=console)
+    for part in tables(records, options):
+        console.print(part.markdown(), end="\n\n", highlight=False, soft_wrap=True)
 
 
-def jobs(study: Study) -> list[tuple[str, int, int]]:
-    """(method, shuffle, seed), methods innermost, so that an unfinished study still compares them."""
-    pairs = [(shuffle, seed) for seed in range(study.seeds) for shuffle in range(study.shuffles)]
-    every = [(method, *pair) for pair in pairs for method in study.methods]
-    return every[: len(study.methods)] + [(method, 0, 0) for method in study.once] + every[len(study.methods) :]
+def jobs(options: Options, console: Console) -> list[Job]:
+    """Methods innermost, so that an unfinished study still compares them."""
+    pairs = [(shuffle, seed) for seed in range(options.seeds) for shuffle in range(options.shuffles)]
+    every = [(method, *pair) for pair in pairs for method in options.methods]
+    first = len(options.methods)
+    ordered = every[:first] + [(method, 0, 0) for method in options.once] + every[first:]
+    asked = {"init": options.init, "register": options.register, "changes": options.changes}
+    changed = [str(value) for value in (options.init, options.register) if value not in ("random", "none")]
+    changed += [f"{name} {value:g}" for name, value in options.changes.items()]
+    return [
+        Job(
+            ", ".join([method, f"shuffle {shuffle}", *changed]),
+            seed,
+            partial(figures_of_run, options, method, shuffle, seed, console),
+            {"method": method, "shuffle": shuffle, **asked},
+        )
+        for method, shuffle, seed in ordered
+    ]
 
 
-def run(study: Study, method: str, shuffle: int, seed: int, console: Console) -> dict[str, Any]:
-    """One five-fold run: trained, or read if it is there."""
-    name = f"{method}-shuffle{shuffle}-seed{seed}"
-    path = study.out / f"{name}.json"
-    if path.is_file():
-        return dict(json.loads(path.read_text()))
-    console.rule(name)
-    start = time.perf_counter()
-    folder = study.runs / name
-    options: dict[str, Any] = {"init": study.init, "fold_seed": shuffle, "seed": seed, **study.changes}
-    if study.register != "none":
-        options["preprocessing"] = Preprocessing(register=study.register)
-    train(study.data, folder, method=method, cache=study.cache, console=console, **options)
-    evaluation = Evaluation.of(folder, cache=study.cache)
-    record = {
-        "method": method,
-        "shuffle": shuffle,
-        "seed": seed,
-        "command": command(study, method, shuffle, seed),
-        "wall_seconds": round(time.perf_counter() - start, 1),
-        "threads": study.threads,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+def figures_of_run(options: Options, method: str, shuffle: int, seed: int, console: Console) -> dict[str, Any]:
+    """One five-fold run: the estimates of everybody by the fold that had not learnt from them."""
+    folder = options.runs / f"{method}-shuffle{shuffle}-seed{seed}"
+    changes: dict[str, Any] = {"init": options.init, "fold_seed": shuffle, "seed": seed, **options.changes}
+    if options.register != "none":
+        changes["preprocessing"] = Preprocessing(register=options.register)
+    train(options.data, folder, method=method, cache=options.cache, console=console, **changes)
+    evaluation = Evaluation.of(folder, cache=options.cache)
+    return {
         "people": evaluation.people,
-        "level": [scan.columns.get(study.label) for scan in evaluation.scans],
+        "level": [scan.columns.get(options.label) for scan in evaluation.scans],
         "age": evaluation.held_out.age_N.round(3).tolist(),
         "estimates": {estimate: values.round(3).tolist() for estimate, values in evaluation.estimates.items()},
         "coverage": evaluation.held_out.coverage,
-        "config": {**evaluation.config, "data": study.data.name},
+        "config": {**evaluation.config, "data": options.data.name},
     }
-    write(path, record)
-    console.print({estimate: round(mae(record, estimate, study), 2) for estimate in record["estimates"]})
-    return record
 
 
-def command(study: Study, method: str, shuffle: int, seed: int) -> str:
-    """What makes this run, among others."""
-    changes = "".join(f" {name} {value:g}" for name, value in study.changes.items())
-    return (
-        f"python benchmarks/brain_ixi50.py DATA --methods {method} --shuffles {shuffle + 1} --seeds {seed + 1} "
-        f"--init {study.init} --register {study.register}" + (f" --changes{changes}" if changes else "")
-    )
+def errors(record: Record, estimate: str, level: str) -> np.ndarray:
+    """Absolute errors inside the batch that is judged."""
+    figures = record["figures"]
+    rows = np.array(figures["level"]) == level
+    return np.abs(np.array(figures["estimates"][estimate])[rows] - np.array(figures["age"])[rows])
 
 
-def inside(record: dict[str, Any], study: Study) -> np.ndarray:
-    """Which scans belong to the batch that is judged."""
-    return np.array([level == study.level for level in record["level"]])
-
-
-def errors(record: dict[str, Any], estimate: str, study: Study) -> np.ndarray:
-    """Absolute errors inside the batch."""
-    rows = inside(record, study)
-    return np.abs(np.array(record["estimates"][estimate])[rows] - np.array(record["age"])[rows])
-
-
-def mae(record: dict[str, Any], estimate: str, study: Study) -> float:
-    """Mean absolute error inside the batch."""
-    return float(errors(record, estimate, study).mean())
-
-
-def summarise(records: list[dict[str, Any]], study: Study) -> dict[str, Any]:
+def tables(records: list[Record], options: Options) -> tuple[Table, Table]:
     """Errors of every estimate, averaged over runs for each person; differences with intervals over people."""
-    rows = inside(records[0], study)
-    people = [person for person, wanted in zip(records[0]["people"], rows, strict=True) if wanted]
-    own = {
-        method: [r for r in records if r["method"] == method] for method in dict.fromkeys(r["method"] for r in records)
+    first = records[0]["figures"]
+    people = [person for person, level in zip(first["people"], first["level"], strict=True) if level == options.level]
+    methods = dict.fromkeys(record["settings"]["method"] for record in records)
+    errors_of = {
+        estimate: [
+            errors(record, estimate, options.level)
+            for record in records
+            if estimate not in methods or record["settings"]["method"] == estimate
+        ]
+        for estimate in [*methods, *(estimate for estimate in first["estimates"] if estimate not in methods)]
     }
-    error = {method: np.mean([errors(r, method, study) for r in runs], axis=0) for method, runs in own.items()}
-    spread = {method: [mae(r, method, study) for r in runs] for method, runs in own.items()}
-    for estimate in records[0]["estimates"]:
-        if estimate not in error:
-            error[estimate] = np.mean([errors(r, estimate, study) for r in records], axis=0)
-            spread[estimate] = [mae(r, estimate, study) for r in records]
-    label_only = f"{study.label} only"
+    error = {estimate: np.mean(runs, axis=0) for estimate, runs in errors_of.items()}
+    rows = []
+    for name in sorted(error, key=lambda name: error[name].mean()):
+        of_runs = [run.mean() for run in errors_of[name]]
+        rows.append([name, f"{len(of_runs)}", f"{error[name].mean():.2f}", f"{min(of_runs):.2f} – {max(of_runs):.2f}"])
+    label_only = f"{options.label} only"
     pairs = [("ermoe", label_only), ("ermoe", "vit3d"), ("ermoe", "tissue ridge"), ("vit3d", label_only)]
-    pairs += [(method, label_only) for method in study.once] + [("ermoe", method) for method in study.once]
-    differences = {}
-    for first, second in pairs:
-        if first in error and second in error:
-            found = paired_difference(people, error[first], error[second], draws=10_000)
-            differences[f"{first} - {second}"] = [round(value, 3) for value in (found.value, found.low, found.high)]
-    return {
-        "judged": f"{len(people)} people of {study.label} {study.level}; {label_only} is their training mean",
-        "mae": {name: round(float(values.mean()), 3) for name, values in error.items()},
-        "mae_of_runs": {name: [round(value, 3) for value in values] for name, values in spread.items()},
-        "r_of_runs": {method: [round(_r(r, method, study), 3) for r in runs] for method, runs in own.items()},
-        "difference_low_high": differences,
-        "num_runs": {method: len(runs) for method, runs in own.items()},
-    }
-
-
-def _r(record: dict[str, Any], estimate: str, study: Study) -> float:
-    rows = inside(record, study)
-    return figures(np.array(record["age"])[rows], np.array(record["estimates"][estimate])[rows])["r"]
-
-
-def table(summary: dict[str, Any]) -> str:
-    """In Markdown."""
-    lines = [
-        f"Judged: {summary['judged']}.",
-        "",
-        "| estimate | runs | MAE | lowest – highest run |",
-        "| :-- | --: | --: | --: |",
-    ]
-    for name, value in sorted(summary["mae"].items(), key=lambda item: item[1]):
-        runs = summary["mae_of_runs"][name]
-        lines.append(f"| {name} | {len(runs)} | {value:.2f} | {min(runs):.2f} – {max(runs):.2f} |")
-    lines += ["", "| difference of MAE | years | 95 % interval |", "| :-- | --: | --: |"]
-    for name, (value, low, high) in summary["difference_low_high"].items():
-        lines.append(f"| {name} | {value:+.2f} | {low:+.2f} to {high:+.2f} |")
-    return "\n".join(lines)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    pairs += [(method, label_only) for method in options.once] + [("ermoe", method) for method in options.once]
+    compared = []
+    for one, other in pairs:
+        if one in error and other in error:
+            found = paired_difference(people, error[one], error[other], draws=10_000)
+            compared.append([f"{one} − {other}", f"{found.value:+.2f}", f"{found.low:+.2f} to {found.high:+.2f}"])
+    judged = f"MAE of {len(people)} people of {options.label} {options.level}, years"
+    return (
+        Table(["estimate", "runs", judged, "lowest – highest run"], rows),
+        Table(["difference of MAE", "years", "95 % interval"], compared),
+    )
 
 
 if __name__ == "__main__":

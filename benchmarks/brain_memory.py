@@ -3,8 +3,8 @@
     python benchmarks/brain_memory.py [--subjects 80 160] [--cache FOLDER]
 
 Each size is a process of its own, whose memory is read while it trains: what it holds for itself, without the pages of
-prepared volumes, which are files that the system keeps in memory while there is room. Writes
-benchmarks/results/brain_memory.json.
+prepared volumes, which are files that the system keeps in memory while there is room. Adds
+a line to benchmarks/results/bench.jsonl.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import tyro
 
 from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.learning import default_cache
-from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import add_records, new_record
 
 
 @dataclass(frozen=True)
-class Study:
+class Options:
     """Peak memory of training on cohorts of several sizes."""
 
     subjects: tuple[int, ...] = (80, 160)
@@ -35,18 +34,11 @@ class Study:
 
 
 def main() -> None:
-    study = tyro.cli(Study)
-    cache = study.cache or default_cache()
-    peak = {str(number): peak_megabytes(number, cache) for number in study.subjects}
-    record = {
-        "command": f"python benchmarks/brain_memory.py --subjects {' '.join(peak)}",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "peak_megabytes": peak,
-    }
-    with replacing(study.out / "brain_memory.json") as draft:
-        draft.write_text(json.dumps(record, indent=1) + "\n")
+    options = tyro.cli(Options)
+    cache = options.cache or default_cache()
+    peak = {str(number): peak_megabytes(number, cache) for number in options.subjects}
+    record = new_record("bench", "brain_memory", settings={}, figures={"peak_megabytes": peak})
+    add_records(options.out / "bench.jsonl", record)
     print(json.dumps(record, indent=1))
 
 

@@ -6,17 +6,17 @@ tissue retained: mean plain scores over cubes that contain it, at the last exper
 
     python benchmarks/brain_regions.py [--subjects 240] [--epochs 10] [--inputs blocks t1] [--base-lr 1e-3] [--seeds 3]
 
-A seed stands for another split of the cohort, another network and another order of learning. A queue that resumes: one
-JSON a variant and seed.
+A seed stands for another split of the cohort, another network and another order of learning. A queue that resumes: a
+line a variant and seed in benchmarks/results/brain_regions.jsonl.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,20 @@ from ermoe.brain.learning import Place, default_cache, learn, learn_regions, pha
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
-from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.queue import Job, run_queue
+from ermoe.studies.record import Record
+from ermoe.studies.tables import Show, Table, one_row_a_name
 from ermoe.train.compute import Processes
 from ermoe.train.run_folder import read_lines
 
-RESULTS = Path(__file__).parent / "results" / "brain_regions"
+RESULTS = Path(__file__).parent / "results"
 SWAPPED = (1, 2, 0)
 """The tissue that is shown under each name: grey matter as "wm", fluid as "gm", white matter as "csf"."""
 VARIANTS = ("warm start", "swapped names", "no warm start")
 
 
 @dataclass(frozen=True)
-class Study:
+class Options:
     """Train every variant on phantoms and probe it."""
 
     out: Path = RESULTS
@@ -65,33 +66,39 @@ class Study:
 
 
 def main() -> None:
-    study = tyro.cli(Study)
-    torch.set_num_threads(study.threads)
+    options = tyro.cli(Options)
+    torch.set_num_threads(options.threads)
     console = Console()
-    jobs = itertools.product(range(study.seeds), study.inputs, VARIANTS)
-    records = [run(study, kind, variant, seed, console) for seed, kind, variant in jobs]
-    console.print(table(records), highlight=False, soft_wrap=True)
+    jobs = [
+        job(options, kind, variant, seed, console)
+        for seed, kind, variant in itertools.product(range(options.seeds), options.inputs, VARIANTS)
+    ]
+    records = run_queue("brain_regions", jobs, options.out / "brain_regions.jsonl", console=console)
+    console.print(table(records).markdown(), highlight=False, soft_wrap=True)
 
 
-def chosen_recipe(study: Study, kind: str, seed: int) -> Recipe:
+def job(options: Options, kind: str, variant: str, seed: int, console: Console) -> Job:
+    """One run, named by everything that runs of a seed differ in."""
+    rates = {"base_lr": options.base_lr, "layer_decay": options.layer_decay}
+    settings = {"input": kind, "variant": variant, **rates, "subjects": options.subjects, "epochs": options.epochs}
+    name = f"{kind}, {variant}, rate {options.base_lr:g}, decay {options.layer_decay:g}"
+    return Job(name, seed, partial(figures_of_run, options, kind, variant, seed, console), settings)
+
+
+def chosen_recipe(options: Options, kind: str, seed: int) -> Recipe:
     """The preset, trained from the start on whole phantoms."""
-    changes = {"epochs": study.epochs, "warm_start_epochs": study.warm_start_epochs, "seed": seed}
-    chosen = recipe(study.preset, "ermoe", input=kind, volumes_per_epoch=0, evaluate_every=1, **changes)
-    phantoms = replace(chosen.phantoms, subjects=study.subjects)
+    changes = {"epochs": options.epochs, "warm_start_epochs": options.warm_start_epochs, "seed": seed}
+    chosen = recipe(options.preset, "ermoe", input=kind, volumes_per_epoch=0, evaluate_every=1, **changes)
+    phantoms = replace(chosen.phantoms, subjects=options.subjects)
     return replace(chosen, phantoms=phantoms)
 
 
-def run(study: Study, kind: str, variant: str, seed: int, console: Console) -> dict[str, Any]:
-    """One variant: trained, or read if it is there."""
+def figures_of_run(options: Options, kind: str, variant: str, seed: int, console: Console) -> dict[str, Any]:
+    """One variant: taught, probed, trained on, probed again."""
     start_name = f"{kind}-{variant.replace(' ', '-')}-seed-{seed}"
-    name = f"{start_name}-rate-{study.base_lr:g}-decay-{study.layer_decay:g}"
-    path = study.out / f"{name}.json"
-    if path.is_file():
-        return dict(json.loads(path.read_text()))
-    console.rule(name)
-    start = time.perf_counter()
-    chosen = chosen_recipe(study, kind, seed)
-    place = Place(study.cache or default_cache(), Processes(), console)
+    folder = options.runs / f"{start_name}-rate-{options.base_lr:g}-decay-{options.layer_decay:g}"
+    chosen = chosen_recipe(options, kind, seed)
+    place = Place(options.cache or default_cache(), Processes(), console)
     scans = phantom_scans(chosen, place)
     splits = holdout(scans, seed)
     volumes = place.volumes(chosen)
@@ -99,37 +106,23 @@ def run(study: Study, kind: str, variant: str, seed: int, console: Console) -> d
     train, probe = replace(train, variants=1), replace(test, regions=True)
     head = chosen.age_head([])
     network = begin(chosen, head, "random", place, train.ages())
-    folder = study.runs / name
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
-        network = learn_regions(network, chosen, head, regions, study.runs / start_name / "warm-start", place)
+        network = learn_regions(network, chosen, head, regions, options.runs / start_name / "warm-start", place)
     probes = {"before": probe_regions(network, VolumeLoader(probe))}
-    rates = {"base_lr": study.base_lr, "layer_decay": study.layer_decay}
+    rates = {"base_lr": options.base_lr, "layer_decay": options.layer_decay}
     gentle = replace(chosen, training=replace(chosen.training, **rates))
     network = learn(
-        network, gentle, head, train, folder, place, watched=test, probe=probe, probe_epochs=(1, 5, study.epochs)
+        network, gentle, head, train, folder, place, watched=test, probe=probe, probe_epochs=(1, 5, options.epochs)
     )
-    probes[f"after {study.epochs} epochs"] = probe_regions(network, VolumeLoader(probe))
-    record = {
-        "variant": variant,
-        "input": kind,
-        "seed": seed,
-        "command": f"python benchmarks/brain_regions.py --subjects {study.subjects} --epochs {study.epochs} "
-        f"--base-lr {study.base_lr:g} --layer-decay {study.layer_decay:g}",
+    probes[f"after {options.epochs} epochs"] = probe_regions(network, VolumeLoader(probe))
+    return {
         "people": {"train": len(train.scans), "held out": len(test.scans)},
         "probes": {when: found.as_json() for when, found in probes.items()},
         "own_first": {when: own_first(found, variant) for when, found in probes.items()},
         "held_out_mae": [line["test_mae"] for line in read_lines(folder / "metrics.jsonl") if "test_mae" in line],
-        "wall_seconds": round(time.perf_counter() - start, 1),
-        "threads": study.threads,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
         "recipe": gentle.as_json(),
     }
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=list) + "\n")
-    return record
 
 
 def own_first(found: RegionProbe, variant: str) -> dict[str, bool]:
@@ -138,21 +131,27 @@ def own_first(found: RegionProbe, variant: str) -> dict[str, bool]:
     return {TISSUES[tissue]: found.first[tissue] == expert for expert, tissue in enumerate(taught)}
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """In Markdown: how many of the three tissues score highest with the expert that was taught them, seed by seed, and
-    the mean error of held-out people."""
-    lines = [
-        "| input | variant | after the warm start | after free epochs | years, first free epoch | years, last |",
-        "| :-- | :-- | --: | --: | --: | --: |",
-    ]
-    kinds = dict.fromkeys((record["input"], record["variant"]) for record in records)
-    for kind in kinds:
-        seeds = [record for record in records if (record["input"], record["variant"]) == kind]
-        kept = [[sum(found.values()) for found in record["own_first"].values()] for record in seeds]
-        before, after = (", ".join(map(str, counts)) for counts in zip(*kept, strict=True))
-        first, last = (statistics.fmean(record["held_out_mae"][epoch] for record in seeds) for epoch in (0, -1))
-        lines.append(f"| {' | '.join(kind)} | {before} of 3 | {after} of 3 | {first:.1f} | {last:.1f} |")
-    return "\n".join(lines)
+def table(records: list[Record], labels: Mapping[str, str] | None = None) -> Table:
+    """How many of the three tissues score highest with the expert that was taught them, seed by seed, and the mean
+    error of held-out people."""
+    columns: dict[str, Show] = {
+        "after the warm start": lambda runs: f"{', '.join(str(kept(run)[0]) for run in runs)} of 3",
+        "after free epochs": lambda runs: f"{', '.join(str(kept(run)[1]) for run in runs)} of 3",
+        "error of the probed people, years": lambda runs: f"{error(runs, 0)} → {error(runs, -1)}",
+    }
+    return one_row_a_name(
+        records, "input, variant, rate and its decay by layer" if labels is None else "", columns, labels
+    )
+
+
+def kept(record: Record) -> list[int]:
+    """How many tissues score highest with their own expert, before and after the free epochs."""
+    return [sum(found.values()) for found in record["figures"]["own_first"].values()]
+
+
+def error(runs: Sequence[Record], epoch: int, style: str = ".1f") -> str:
+    """Of held-out people, in the mean over seeds."""
+    return f"{statistics.fmean(run['figures']['held_out_mae'][epoch] for run in runs):{style}}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ change is reported. One prediction in a process of its own gives time and memory
 
     python benchmarks/brain_storage.py RUN DATA [--people 10]
 
-RUN is a folder of `ermoe brain train`, DATA a BIDS set with labels. Writes benchmarks/results/brain_storage.json.
+RUN is a folder of `ermoe brain train`, DATA a BIDS set with labels. Adds a line to benchmarks/results/bench.jsonl.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.mask import has_deepbet
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.predict import predict
-from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import add_records, new_record
 
 LIMIT_YEARS = 0.01
 STORED = ("LAS", "IPL", "SRA", ".nii", "int16", "scaled", "padded")
@@ -43,7 +42,7 @@ Image = nibabel.Nifti1Image
 
 
 @dataclass(frozen=True)
-class Study:
+class Options:
     """Predict the age of scans as they are, stored otherwise, and moved."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -53,10 +52,10 @@ class Study:
 
 
 def main() -> None:
-    study = tyro.cli(Study)
-    model = ermoe.brain.load(study.run).model
-    scans = open_cohort(study.data).scans
-    scans = scans[:: max(1, len(scans) // study.people)][: study.people]
+    options = tyro.cli(Options)
+    model = ermoe.brain.load(options.run).model
+    scans = open_cohort(options.data).scans
+    scans = scans[:: max(1, len(scans) // options.people)][: options.people]
     change: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for scan in track(scans, "predicting", transient=True):
@@ -65,21 +64,17 @@ def main() -> None:
             reference, *others = (row.brain_age for row in rows)
             for name, age in zip(ways, others, strict=True):
                 change.setdefault(name, []).append(abs(age - reference))
-    seconds, megabytes = one_prediction(study.run, scans[0])
+    seconds, megabytes = one_prediction(options.run, scans[0])
     largest = {name: round(max(values), 4) for name, values in change.items() if name in STORED}
-    record = {
-        "command": f"python benchmarks/brain_storage.py RUN DATA --people {len(scans)}",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+    figures = {
         "people": len(scans),
         "largest_change_years": largest,
         "holds": max(largest.values()) < LIMIT_YEARS,
         "median_change_years": {n: round(float(np.median(v)), 3) for n, v in change.items() if n not in STORED},
         "one_prediction": {"seconds": round(seconds, 1), "peak_megabytes": round(megabytes)},
     }
-    with replacing(study.out / "brain_storage.json") as draft:
-        draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    record = new_record("bench", "brain_storage", settings={}, figures=figures)
+    add_records(options.out / "bench.jsonl", record)
     print(json.dumps(record, indent=1, ensure_ascii=False))
 
 

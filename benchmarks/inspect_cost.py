@@ -4,7 +4,7 @@
 
 A ViT of 12 blocks, width 192 and 32 pixels with 8 experts in every second block, over random images. A plain
 evaluation pass and a whole inspection (pass, plots, files) take turns; what counts is the median over rounds of
-(inspection − plain) / plain. Writes benchmarks/results/inspect_cost.json.
+(inspection − plain) / plain. Adds a line to benchmarks/results/bench.jsonl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ermoe.explore.inspect import Settings, look_into
 from ermoe.explore.inspection_page import inspection_page
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.record import Bar, Result, save, show
+from ermoe.studies.bench.result import Bar, Result, save, show
 from ermoe.train.loader import Loader
 
 

@@ -4,7 +4,7 @@
 
 FOLDER holds Flickr8k's images, Flickr8k.token.txt and the split lists; images are used at 96 pixels. Every row has the
 same towers, data order, epochs and recipe (preset ``small``). Dev chooses the epoch; test is read once, at the end. A
-queue that resumes: one JSON a run in benchmarks/results/flickr8k, and runs that have one are not repeated.
+queue that resumes: a line a run in benchmarks/results/flickr8k.jsonl.
 
 The last two rows are the supplement's question: an ERMoE tower is trained against the text tower of the dense run with
 the same seed, which stays frozen, or learns on.
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +23,15 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.files import replacing
 from ermoe.retrieval.evaluation import evaluate
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.run import train
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.queue import Job, run_queue
+from ermoe.studies.record import Record
+from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 from ermoe.train.run_folder import read_lines
 
-RESULTS = Path(__file__).parent / "results" / "flickr8k"
+RESULTS = Path(__file__).parent / "results"
 PROTOCOL = "flickr8k-1k"
 BAR = 8  # the dense tower must find eight times as much as a random order
 
@@ -46,8 +46,8 @@ ROWS = {
 
 
 @dataclass(frozen=True)
-class Study:
-    """Train every row with every seed, one JSON a run."""
+class Options:
+    """Train every row with every seed."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Flickr8k."""
@@ -61,67 +61,45 @@ class Study:
     threads: int = 2
 
 
-def run_one(study: Study, row: str, seed: int, path: Path, console: Console) -> None:
-    """Trains, reads the test split once, and writes the record."""
+def figures_of_run(options: Options, row: str, seed: int, console: Console) -> dict[str, Any]:
+    """Trains, and reads the test split once."""
     preset, takes_text = ROWS[row]
-    folder = study.runs / f"{row}-{seed}"
-    changes = {} if study.epochs is None else {"epochs": study.epochs}
-    text_from = str(study.runs / f"dense-{seed}") if takes_text else None
-    was_begun = (folder / "checkpoints" / "last.pt").is_file()
-    start = time.perf_counter()
+    folder = options.runs / f"{row}-{seed}"
+    changes = {} if options.epochs is None else {"epochs": options.epochs}
+    text_from = str(options.runs / f"dense-{seed}") if takes_text else None
+    went_on = (folder / "checkpoints" / "last.pt").is_file()
     train(
-        preset, study.data, folder, protocol=PROTOCOL, cache=True, text_from=text_from, seed=seed, console=console,
+        preset, options.data, folder, protocol=PROTOCOL, cache=True, text_from=text_from, seed=seed, console=console,
         **changes,
     )  # fmt: skip
-    seconds = time.perf_counter() - start
-    test = evaluate(folder, study.data, PROTOCOL).record
-    lines = read_lines(folder / "metrics.jsonl")
-    record = {
-        "row": row,
-        "seed": seed,
-        "command": f"python benchmarks/retrieval_flickr8k.py FOLDER --rows {row} --seeds {seed}",
+    test = evaluate(folder, options.data, PROTOCOL).record
+    return {
         "test": {name: value for name, value in test.items() if name not in ("model", "save")},
-        "dev": [line for line in lines if line["kind"] == "test"],
-        "wall_seconds": None if was_begun else round(seconds, 1),  # a run that went on has no single time
-        "threads": study.threads,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {**versions(), "open_clip_torch": version("open_clip_torch")},
+        "dev": [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "test"],
         "config": {k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k != "data"},
+        **({"seconds": None} if went_on else {}),
     }
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Test recalls in per cent, mean ± standard deviation over seeds, one line a row, in Markdown."""
-    names = [*RECALLS, "rsum"]
-    lines = ["| row | seeds | I2T R@1 | R@5 | R@10 | T2I R@1 | R@5 | R@10 | RSUM | load CV² | minutes |"]
-    lines.append("| :-- |" + " --: |" * 10)
-    for row in dict.fromkeys(record["row"] for record in records):
-        own = [record for record in records if record["row"] == row]
-        cells = [_cell([_value(record, name) for record in own]) for name in names]
-        load = [record["dev"][-1]["load_cv2"] for record in own if "load_cv2" in record["dev"][-1]]
-        cells += [f"{statistics.fmean(load):.3f}" if load else "–"]
-        seconds = [record["wall_seconds"] for record in own if record["wall_seconds"] is not None]
-        cells += [f"{statistics.fmean(seconds) / 60:.1f}" if seconds else "–"]
-        lines.append("| " + " | ".join([row, str(len(own)), *cells]) + " |")
-    return "\n".join(lines)
+def table(records: list[Record]) -> Table:
+    """Test recalls, mean ± standard deviation over seeds, one line a row."""
+    columns: dict[str, Show] = {
+        f"{name[:3].upper()} R@{name[5:]}": spread("test", "figures", name, style=".1%") for name in RECALLS
+    }
+    columns["RSUM"] = spread("test", "figures", "rsum", style=".1f")
+    columns["load CV²"] = lambda runs: _mean([run["figures"]["dev"][-1].get("load_cv2") for run in runs], ".3f")
+    columns["minutes"] = lambda runs: _mean([run["seconds"] and run["seconds"] / 60 for run in runs], ".1f")
+    return one_row_a_name(records, "row", columns)
 
 
-def _value(record: dict[str, Any], name: str) -> float:
-    value = record["test"]["figures"][name]
-    return value if name == "rsum" else 100 * value
+def _mean(values: list[float | None], style: str) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.fmean(known):{style}}" if known else "–"
 
 
-def _cell(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{spread}"
-
-
-def verdict(records: list[dict[str, Any]]) -> str:
+def verdict(records: list[Record]) -> str:
     """Whether the dense tower clears the bar in both directions, in the mean over seeds, and how its worst run does."""
-    dense = [record["test"] for record in records if record["row"] == "dense"]
+    dense = [record["figures"]["test"] for record in records if record["name"] == "dense"]
     if not dense:
         return "no dense run yet"
     times = [[test["figures"][name] / test["chance"][name] for test in dense] for name in ("i2t_r10", "t2i_r10")]
@@ -133,18 +111,17 @@ def verdict(records: list[dict[str, Any]]) -> str:
     )
 
 
-def main(study: Study) -> None:
-    torch.set_num_threads(study.threads)
+def main(options: Options) -> None:
+    torch.set_num_threads(options.threads)
     console = Console()
-    records = []
-    for seed in study.seeds:
-        for row in study.rows:
-            path = study.out / f"{row}-{seed}.json"
-            if not path.is_file():
-                run_one(study, row, seed, path, console)
-            records.append(json.loads(path.read_text()))
-    console.print(table(records), verdict(records), sep="\n\n", highlight=False, soft_wrap=True)
+    jobs = [
+        Job(row, seed, partial(figures_of_run, options, row, seed, console), {"preset": ROWS[row][0]})
+        for seed in options.seeds
+        for row in options.rows
+    ]
+    records = run_queue("flickr8k", jobs, options.out / "flickr8k.jsonl", console=console)
+    console.print(table(records).markdown(), verdict(records), sep="\n\n", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))

@@ -2,7 +2,7 @@
 
     python benchmarks/retrieval_ranking.py [--share 1.0] [--threads 2]
 
-Writes benchmarks/results/retrieval_ranking.json. The vectors are random but for a common part of each image and its
+Adds a line to benchmarks/results/bench.jsonl. The vectors are random but for a common part of each image and its
 texts; the memory is the peak of a process of its own, everything included: Python, torch, and the vectors themselves.
 """
 
@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import tyro
 
-from ermoe.files import replacing
 from ermoe.retrieval.figures import retrieve
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import add_records, new_record
 
-RESULT = Path(__file__).parent / "results" / "retrieval_ranking.json"
+RESULTS = Path(__file__).parent / "results"
 NUM_IMAGES, NUM_TEXTS, WIDTH = 31_783, 158_915, 512
 LIMIT_MEGABYTES = 2000
 
@@ -86,19 +85,9 @@ def main(benchmark: Benchmark) -> None:
     )
     if benchmark.share < 1:
         return
-    record = {
-        "benchmark": "retrieval_ranking",
-        "command": "python benchmarks/retrieval_ranking.py",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "threads": benchmark.threads,
-        "limit_megabytes": LIMIT_MEGABYTES,
-        "holds": holds,
-        **measured,
-    }
-    with replacing(RESULT) as draft:
-        draft.write_text(json.dumps(record, indent=1) + "\n")
+    figures = {"limit_megabytes": LIMIT_MEGABYTES, "holds": holds, **measured}
+    settings = {"threads": benchmark.threads}
+    add_records(RESULTS / "bench.jsonl", new_record("bench", "retrieval_ranking", settings=settings, figures=figures))
 
 
 if __name__ == "__main__":

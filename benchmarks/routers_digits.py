@@ -1,8 +1,8 @@
 """Every router in the same small ViT on scikit-learn's digits: accuracy, balance, and what the batch does to it.
 
 A ViT (8 px, patch 2, width 48, depth 4; 8 experts in blocks 1 and 3, 2 a token where that has a meaning) is trained
-from scratch with the same data order and budget for every router. A queue that resumes: one JSON a run, and runs that
-have one are not repeated.
+from scratch with the same data order and budget for every router. A queue that resumes: a line a run in
+benchmarks/results/routers_digits.jsonl.
 
     python benchmarks/routers_digits.py [--seeds 3] [--threads 2]
 
@@ -11,26 +11,25 @@ About 15 minutes on 2 cores. Digits are easy: read the columns on balance and ba
 
 from __future__ import annotations
 
-import json
-import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
-from rich.progress import track
 from sklearn.datasets import load_digits
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ermoe
-from ermoe.files import replacing
 from ermoe.models.vit import SparseVisionTransformer
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.queue import Job, run_queue
+from ermoe.studies.record import Record
+from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 
-RESULTS = Path(__file__).parent / "results" / "routers_digits"
+RESULTS = Path(__file__).parent / "results"
 SIZE = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
 SIZE |= {"embed_dim": 48, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
 
@@ -53,7 +52,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 
 @dataclass(frozen=True)
-class Study:
+class Budget:
     """Train every router on digits, over several seeds."""
 
     seeds: int = 3
@@ -93,22 +92,22 @@ def build(method: str, seed: int) -> nn.Module:
     return SparseVisionTransformer(**SIZE, num_experts=8, blocks=[1, 3], **sparsity)
 
 
-def train(model: nn.Module, data: Data, study: Study, seed: int) -> None:
+def train(model: nn.Module, data: Data, budget: Budget, seed: int) -> None:
     """AdamW with a cosine schedule, and everything that belongs to a step of any router."""
     exempt = ermoe.no_weight_decay(model)
     decayed = {name for name, p in model.named_parameters() if p.dim() > 1 and name not in exempt}
     groups = [
-        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": study.decay},
+        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": budget.decay},
         {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=study.rate)
-    steps = study.epochs * (len(data.train) // study.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, study.rate, steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=budget.rate)
+    steps = budget.epochs * (len(data.train) // budget.batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, budget.rate, steps, pct_start=0.1)
     order = torch.Generator().manual_seed(seed)
     model.train()
-    for _ in range(study.epochs):
-        for rows in torch.randperm(len(data.train), generator=order).split(study.batch):
-            if len(rows) < study.batch:
+    for _ in range(budget.epochs):
+        for rows in torch.randperm(len(data.train), generator=order).split(budget.batch):
+            if len(rows) < budget.batch:
                 continue
             loss = F.cross_entropy(model(data.train[rows]), data.train_label[rows], label_smoothing=0.1)
             loss = loss + 5e-5 * ermoe.orthogonality_loss(model) + ermoe.auxiliary_loss(model)
@@ -141,65 +140,38 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
     return figures | {name: max(layer[name] for layer in layers) for name in sorted(worst)}
 
 
-def run(method: str, seed: int, data: Data, study: Study) -> dict[str, Any]:
-    """One training run and its record."""
+def figures_of_run(method: str, seed: int, data: Data, budget: Budget) -> dict[str, Any]:
+    """One training run."""
     model = build(method, seed)
-    train(model, data, study, seed)
-    return {
-        "method": method,
-        "seed": seed,
-        "sparsity": METHODS[method],
-        "figures": evaluate(model, data),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "command": f"python benchmarks/routers_digits.py --seeds {study.seeds}",
-        "study": asdict(study),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+    train(model, data, budget, seed)
+    return {**evaluate(model, data), "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def table(records: list[Record]) -> Table:
+    """Mean ± standard deviation over seeds, one row a method; the batch effect is the largest."""
+    columns: dict[str, Show] = {
+        "accuracy": spread("top1"),
+        "load CV²": spread("load_cv2", style=".3f"),
+        "weight CV²": spread("weight_cv2", style=".3f"),
+        "max load": spread("max_load", style=".2f"),
+        "dropped": spread("drop_rate", style=".1%"),
+        "unserved": spread("unserved_rate", style=".1%"),
+        "batch effect": lambda runs: f"{max(run['figures']['batch_effect'] for run in runs):.1g}",
     }
+    return one_row_a_name(records, "router", columns)
 
 
-COLUMNS = {
-    "top1": ("accuracy", "{:.2%}"),
-    "load_cv2": ("load CV²", "{:.3f}"),
-    "weight_cv2": ("weight CV²", "{:.3f}"),
-    "max_load": ("max load", "{:.2f}"),
-    "drop_rate": ("dropped", "{:.1%}"),
-    "unserved_rate": ("unserved", "{:.1%}"),
-    "batch_effect": ("batch effect", "{:.0e}"),
-}
-
-
-def table(records: list[dict[str, Any]]) -> str:
-    """Means over seeds, one row a method, in Markdown; the batch effect is the largest."""
-    lines = ["| router | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
-    lines.append("| :-- |" + " --: |" * len(COLUMNS))
-    for method in METHODS:
-        own = [record["figures"] for record in records if record["method"] == method]
-        cells = []
-        for name, (_, style) in COLUMNS.items():
-            values = [figures[name] for figures in own if figures.get(name) == figures.get(name) and name in figures]
-            average = max if name == "batch_effect" else statistics.fmean
-            cells.append(style.format(average(values)) if values else "–")
-        if own and len(own) > 1:
-            cells[0] += f" ± {statistics.stdev(figures['top1'] for figures in own):.2%}"
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main(study: Study) -> None:
-    torch.set_num_threads(study.threads)
+def main(budget: Budget) -> None:
+    torch.set_num_threads(budget.threads)
     data = digits()
-    records = []
-    queue = [(method, seed) for seed in range(1, study.seeds + 1) for method in METHODS]
-    for method, seed in track(queue, description="digits"):
-        path = RESULTS / f"{method}-{seed}.json"
-        if not path.is_file():
-            with replacing(path) as draft:
-                draft.write_text(json.dumps(run(method, seed, data, study), indent=1, ensure_ascii=False) + "\n")
-        records.append(json.loads(path.read_text()))
-    print(table(records))
+    settings = {name: value for name, value in asdict(budget).items() if name not in ("seeds", "threads")}
+    jobs = [
+        Job(method, seed, partial(figures_of_run, method, seed, data, budget), {**settings, "sparsity": sparsity})
+        for seed in range(1, budget.seeds + 1)
+        for method, sparsity in METHODS.items()
+    ]
+    print(table(run_queue("routers_digits", jobs, RESULTS / "routers_digits.jsonl")).markdown())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    main(tyro.cli(Budget))

@@ -9,7 +9,6 @@ every token. The eigen row routes with a basis of rank 24 beside dense experts, 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,11 +22,10 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 import ermoe
-from ermoe.files import replacing
 from ermoe.nn.registry import build_layer
 from ermoe.nn.rivals.assignment import balanced_assignment
 from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.record import Result, show
+from ermoe.studies.bench.result import Result, save, show
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "logit"
@@ -105,9 +103,7 @@ def main(shape: Shape) -> None:
     for num_tokens in (1576, 25216):
         result.figures[f"seconds of BASE's exact assignment, {num_tokens} tokens"] = assignment_seconds(num_tokens)
     show(result, Console())
-    command = "python benchmarks/routers_layer.py " + " ".join(f"--{k} {v}" for k, v in asdict(shape).items())
-    with replacing(RESULTS / "routers_layer.json") as draft:
-        draft.write_text(json.dumps(result.as_json() | {"command": command}, indent=1, ensure_ascii=False) + "\n")
+    save(result, RESULTS)
 
 
 if __name__ == "__main__":

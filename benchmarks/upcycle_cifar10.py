@@ -2,7 +2,7 @@
 
 A dense ViT (32 px, patch 8, width 96, depth 4) is trained first, once per seed. From its weights start, with the same
 data order and budget: the dense model itself, V-MoE with copied experts and a new gate, and ERMoE by eigen-upcycling
-with calibrated offsets. A queue that resumes: one JSON a run, and runs that have one are not repeated.
+with calibrated offsets. A queue that resumes: a line a run in benchmarks/results/upcycle_cifar10.jsonl.
 
     python benchmarks/upcycle_cifar10.py CIFAR10_FOLDER [--seeds 3] [--threads 2]
 
@@ -11,12 +11,11 @@ The folder holds the binary release, cifar-10-batches-bin. About 15 minutes on 2
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +28,21 @@ from torch import Tensor, nn
 import ermoe
 from ermoe.data.catalogue import open_images
 from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.queue import Job, run_queue
+from ermoe.studies.record import Record
+from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 
-RESULTS = Path(__file__).parent / "results" / "upcycle_cifar10"
+RESULTS = Path(__file__).parent / "results"
+LABELS = {
+    "dense": "dense",
+    "v-moe": "V-MoE, copied experts, new gate",
+    "ermoe": "ERMoE, eigen-upcycled, calibrated",
+}
 CALIBRATION_IMAGES = 512
 
 
 @dataclass(frozen=True)
-class Study:
+class Options:
     """Fine-tune dense, V-MoE and ERMoE from one dense start, over several seeds."""
 
     data: Annotated[Path, tyro.conf.Positional]
@@ -133,14 +139,14 @@ def small_vit() -> VisionTransformer:
     return VisionTransformer(img_size=32, patch_size=8, embed_dim=96, depth=4, num_heads=3, num_classes=10)
 
 
-def dense_start(study: Study, data: Data, seed: int) -> VisionTransformer:
+def dense_start(options: Options, data: Data, seed: int) -> VisionTransformer:
     torch.manual_seed(seed)
     model = small_vit()
-    path = study.cache / f"dense-{study.dense_epochs}-epochs-seed-{seed}.safetensors"
+    path = options.cache / f"dense-{options.dense_epochs}-epochs-seed-{seed}.safetensors"
     if path.exists():
         model.load_state_dict(load_file(path))
         return model
-    settings = {"epochs": study.dense_epochs, "rate": study.dense_rate, "batch": study.batch}
+    settings = {"epochs": options.dense_epochs, "rate": options.dense_rate, "batch": options.batch}
     train(model, data, **settings, seed=seed, title=f"dense start, seed {seed}")
     with replacing(path) as draft:
         save_file(model.state_dict(), draft)
@@ -160,17 +166,16 @@ VARIANTS: dict[str, Callable[[VisionTransformer, Data], nn.Module]] = {
 }
 
 
-def run(study: Study, data: Data, variant: str, seed: int) -> dict[str, object]:
-    start = dense_start(study, data, seed)
+def figures_of_run(options: Options, data: Data, variant: str, seed: int) -> dict[str, Any]:
+    """One fine-tuning, and the accuracy before and after the conversion."""
+    start = dense_start(options, data, seed)
     before = evaluate(start, data)
     torch.manual_seed(seed)
     model = VARIANTS[variant](start, data)
     converted = evaluate(model, data)
-    settings = {"epochs": study.tune_epochs, "rate": study.tune_rate, "batch": study.batch}
+    settings = {"epochs": options.tune_epochs, "rate": options.tune_rate, "batch": options.batch}
     train(model, data, **settings, seed=1000 + seed, title=f"{variant}, seed {seed}")
     return {
-        "variant": variant,
-        "seed": seed,
         "accuracy_dense_start": before,
         "accuracy_converted": converted,
         "accuracy": evaluate(model, data),
@@ -181,29 +186,32 @@ def run(study: Study, data: Data, variant: str, seed: int) -> dict[str, object]:
     }
 
 
-def main(study: Study) -> None:
-    torch.set_num_threads(study.threads)
-    data = load(study.data)
-    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for seed in range(study.seeds):
-        for variant in VARIANTS:
-            path = RESULTS / f"{variant}-seed-{seed}.json"
-            if not path.exists():
-                settings = {k: v for k, v in asdict(study).items() if k not in ("data", "cache", "seeds")}
-                record = run(study, data, variant, seed) | {
-                    "command": "python benchmarks/upcycle_cifar10.py CIFAR10_FOLDER",
-                    "settings": settings,
-                    "commit": commit(),
-                    "machine": machine(),
-                    "versions": versions(),
-                }
-                with replacing(path) as draft:
-                    draft.write_text(json.dumps(record, indent=1) + "\n")
-            found[variant].append(json.loads(path.read_text())["accuracy"])
-    for variant, accuracies in found.items():
-        spread = statistics.stdev(accuracies) if len(accuracies) > 1 else float("nan")
-        print(f"{variant:8} {statistics.mean(accuracies):6.2f} ± {spread:.2f}   {accuracies}")
+def table(records: list[Record]) -> Table:
+    """Accuracy before and after fine-tuning, and the load of the worst layer and seed."""
+    columns: dict[str, Show] = {
+        "accuracy before": spread("accuracy_converted", style=".2f"),
+        "after": spread("accuracy", style=".2f"),
+        "by seed": lambda runs: ", ".join(f"{run['figures']['accuracy']:.2f}" for run in runs),
+        "largest load CV²": lambda runs: _largest([load for run in runs for load in run["figures"]["load_cv2"]]),
+    }
+    return one_row_a_name(records, "start", columns, LABELS)
+
+
+def _largest(loads: list[float]) -> str:
+    return f"{max(loads):.3f}" if loads else "–"
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(options.threads)
+    data = load(options.data)
+    settings = {name: value for name, value in asdict(options).items() if name.endswith(("epochs", "batch", "rate"))}
+    jobs = [
+        Job(variant, seed, partial(figures_of_run, options, data, variant, seed), settings)
+        for seed in range(options.seeds)
+        for variant in VARIANTS
+    ]
+    print(table(run_queue("upcycle_cifar10", jobs, RESULTS / "upcycle_cifar10.jsonl")).markdown())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    main(tyro.cli(Options))

@@ -2,7 +2,7 @@
 
     python benchmarks/upcycle_vit_b16.py
 
-Writes benchmarks/results/upcycle_vit_b16.json. The memory is that of the process, sampled while the conversion runs in
+Adds a line to benchmarks/results/bench.jsonl. The memory is that of the process, sampled while the conversion runs in
 place; what counts is by how much its peak exceeds the larger of the memory before and after.
 """
 
@@ -15,11 +15,10 @@ import timm
 import torch
 
 import ermoe
-from ermoe.files import replacing
-from ermoe.studies.bench.record import commit, machine, versions
+from ermoe.studies.record import add_records, new_record
 
 THREADS = 1
-RESULT = Path(__file__).parent / "results" / "upcycle_vit_b16.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 class PeakMemory(threading.Thread):
@@ -82,16 +81,7 @@ def main() -> None:
         "dense experts": measure(experts="dense"),
         "eigen, rank 504": measure(rank=504),
     }
-    record = {
-        "command": "python benchmarks/upcycle_vit_b16.py",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "threads": THREADS,
-        "results": rows,
-    }
-    with replacing(RESULT) as draft:
-        draft.write_text(json.dumps(record, indent=2) + "\n")
+    add_records(RESULTS / "bench.jsonl", new_record("bench", "upcycle_vit_b16", settings={}, figures=rows))
     print(json.dumps(rows, indent=2))
 
 

@@ -113,7 +113,8 @@ def write(document: Path) -> bool:
         if document.name:
             text = document.read_text(encoding="utf-8")
             mark = re.compile(rf"(<!-- trace: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-            document.write_text(mark.sub(lambda m: f"{m[1]}{drawn(files)}\n{m[2]}", text), encoding="utf-8")
+            written = drawn(files).replace("\\", r"\\")
+            document.write_text(mark.sub(rf"\g<1>{written}\n\g<2>", text), encoding="utf-8")
         else:
             print(drawn(files))
     return holds

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ermoe.console import run_command
 from ermoe.images.commands import COMMANDS
-from ermoe.studies.image_command import Study
+from ermoe.studies.image_command import Comparison
 
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
     description = "Train, evaluate, probe and use image classifiers."
-    run_command({**COMMANDS, "study": Study}, argv, prog="ermoe image", description=description)
+    run_command({**COMMANDS, "study": Comparison}, argv, prog="ermoe image", description=description)

@@ -16,10 +16,7 @@ from ermoe._version import __version__
 from ermoe.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": (
-        "ermoe.images.demo_command",
-        "start here: train small ViTs on digits, dense and sparse, and see how they route",
-    ),
+    "demo": ("ermoe.studies.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
     "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
     "brain": ("ermoe.brain.commands", "brain age from T1 scans: check, train, report, predict; research use only"),
     "inspect": ("ermoe.explore.commands", "see how the experts of one or more models are used, in one HTML file"),

@@ -132,7 +132,7 @@ def small(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned") -> Reci
     """Two small towers for images of 96 pixels, from scratch within minutes: Flickr8k.
 
     Run: ``ermoe retrieve train small-METHOD flickr8k --protocol flickr8k-1k``. ``small-METHOD-frozen`` takes a trained
-    text tower (``--text-from``) and leaves it as it is. Figures: benchmarks/results/flickr8k.
+    text tower (``--text-from``) and leaves it as it is. Figures: benchmarks/results/flickr8k.jsonl.
     """
     return Recipe(
         "vit_tiny_patch16_224",

@@ -37,7 +37,7 @@ class Bench:
     memory: bool = True
     """Also measure peak memory, each candidate in a process of its own."""
     out: Path = Path("runs/bench")
-    """Folder for the JSON and the plot."""
+    """Folder for the records (bench.jsonl) and the plots."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.images < 1 or not self.threads or min(self.threads) < 1:
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> None:
 
     from ermoe.studies.bench import data, layer, model, routing, scaling
     from ermoe.studies.bench.peers import Shape
-    from ermoe.studies.bench.record import save, show
+    from ermoe.studies.bench.result import save, show
 
     shape, threads = Shape(images=options.images), max(options.threads)
     benchmarks = {

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+
+from ermoe.console import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
-    """Train several presets with several seeds, one JSON a run; what is there already is not run again.
+class Comparison:
+    """Train several presets with several seeds, a line each in records.jsonl; what is there already is not run again.
 
-    Then a few dozen training steps of all presets are timed in turns (steps.json), if a dense one is among them.
+    Then a few dozen training steps of all presets are timed in turns, if a dense one is among them.
     """
 
     presets: Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -24,21 +26,28 @@ class Study:
     data: Path = Path("cifar-10-batches-bin")
     """The data set of all of them."""
     seeds: tuple[int, ...] = (1, 2, 3)
+    """Every preset is trained with each of them."""
     out: Path = Path("runs/study")
-    """Folder for the JSON files, the table (table.md) and the run folders."""
+    """Folder for the records, the table (table.md) and the run folders."""
     epochs: int | None = None
     """Other than the presets'."""
     threads: int = 2
+    """CPU threads."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto is the accelerator if there is one."""
 
     def __call__(self, console: Console) -> None:
         from ermoe.files import replacing
-        from ermoe.studies.bench import study
-        from ermoe.studies.bench.study_steps import steps_of
+        from ermoe.studies.comparison import run_comparison, table
+        from ermoe.studies.step_times import step_times
 
-        asked = study.Study(self.presets, self.data, self.seeds, self.out, threads=self.threads, epochs=self.epochs)
-        records = study.run_queue(asked, console=console)
-        shown = study.table(records, steps_of(asked))
-        console.print(shown, highlight=False, soft_wrap=True)
+        shown = table(run_comparison(self, console=console), step_times(self)).markdown()
+        say(console, shown)
         with replacing(self.out / "table.md") as draft:
             draft.write_text(shown + "\n", encoding="utf-8")
-        console.print(f"written: {self.out}", highlight=False, soft_wrap=True)
+        say(console, f"written: {self.out}")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What differs from the presets."""
+        return {} if self.epochs is None else {"epochs": self.epochs}

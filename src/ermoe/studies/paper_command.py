@@ -52,7 +52,7 @@ class Run:
     epochs: int | None = None
     """Other than what the scale has, for a quick try; results go to a folder of their own."""
     out: Path = Path("runs/paper")
-    """Folder for one JSON a run, the table and the plot."""
+    """Folder for the records, a line a run, the table and the plot."""
     work: Path = Path("runs/paper/trained")
     """Folder for trained models, which studies share."""
     threads: int = 0

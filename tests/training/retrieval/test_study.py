@@ -14,12 +14,16 @@ def record(row, seed, recall):
     figures = {**dict.fromkeys(study.RECALLS, recall), "rsum": 600 * recall}
     test = {"figures": figures, "chance": dict.fromkeys(study.RECALLS, 0.01)}
     dev = [{"load_cv2": 0.25}] if row != "dense" else [{}]
-    return {"row": row, "seed": seed, "test": test, "dev": dev, "wall_seconds": 60.0 if seed == 1 else None}
+    return {"name": row, "seed": seed, "figures": {"test": test, "dev": dev}, "seconds": 60.0 if seed == 1 else None}
 
 
 def test_every_row_has_its_mean_and_spread_over_seeds():
-    lines = study.table([record("dense", 1, 0.10), record("dense", 2, 0.12), record("ermoe", 1, 0.2)]).splitlines()
-    assert lines[2].startswith("| dense | 2 | 11.0 ± 1.4 |")
+    lines = (
+        study.table([record("dense", 1, 0.10), record("dense", 2, 0.12), record("ermoe", 1, 0.2)])
+        .markdown()
+        .splitlines()
+    )
+    assert lines[2].startswith("| dense | 2 | 11.0% ± 1.4% |")
     assert lines[2].endswith("| 66.0 ± 8.5 | – | 1.0 |")
     assert lines[3].endswith("| 120.0 | 0.250 | 1.0 |")
 

@@ -1,7 +1,5 @@
 """The benchmarks run, compare like with like, and record what they promise. No time is ever asserted."""
 
-import json
-
 import pytest
 import torch
 from rich.console import Console
@@ -12,7 +10,8 @@ from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.memory import peak_megabytes
 from ermoe.studies.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.studies.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
-from ermoe.studies.bench.record import Bar, Result, save, show
+from ermoe.studies.bench.result import Bar, Result, save, show
+from ermoe.studies.record import read_records
 
 SMALL = Shape(images=2, tokens=10, dim=512, hidden_dim=768, num_experts=4)
 
@@ -67,13 +66,15 @@ def test_our_dense_experts_and_the_peer_compute_the_same_numbers():
 
 def test_a_result_is_saved_with_all_that_is_needed_to_trust_it(tmp_path, capsys):
     result = layer.run(SMALL, rounds=2, threads=[1], routings=["natural"], memory=False)
-    path = save(result, tmp_path)
-    stored = json.loads(path.read_text())
-    assert {"command", "commit", "machine", "versions", "settings", "tables", "bars"} <= stored.keys()
-    assert stored["machine"]["cores"] >= 1
+    (record,) = read_records(save(result, tmp_path))
+    assert {"command", "commit", "machine", "versions"} <= record["environment"].keys()
+    assert record["environment"]["machine"]["cores"] >= 1
+    assert record["name"] == "layer"
+    assert record["settings"]["reference"] == "floor"
+    stored = record["figures"]
     assert {"forward, natural, 1 threads", "forward+backward, natural, 1 threads"} == stored["tables"].keys()
     assert "forward, ERMoE / floor" in {bar["name"] for bar in stored["bars"]}
-    assert path.with_suffix(".svg").stat().st_size > 1000
+    assert (tmp_path / "layer.svg").stat().st_size > 1000
     show(result, Console())
     assert "ermoe R=504" in capsys.readouterr().out
 

@@ -69,7 +69,7 @@ def test_mistakes_and_interruptions_end_without_a_traceback(problem, code, messa
     def fail(argv):
         raise problem
 
-    monkeypatch.setattr("ermoe.images.demo_command.run", fail)
+    monkeypatch.setattr("ermoe.studies.demo.run", fail)
     assert cli.main(["demo"]) == code
     assert capsys.readouterr().err == message
 
@@ -78,7 +78,7 @@ def test_bugs_keep_their_traceback(monkeypatch):
     def fail(argv):
         raise ValueError("not the user's fault")
 
-    monkeypatch.setattr("ermoe.images.demo_command.run", fail)
+    monkeypatch.setattr("ermoe.studies.demo.run", fail)
     with pytest.raises(ValueError, match="not the user's fault"):
         cli.main(["demo"])
 

@@ -17,7 +17,7 @@ from ermoe.data.order import Order
 from ermoe.images.presets import recipe
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.model import training_step_of
-from ermoe.studies.bench.record import Bar, Result
+from ermoe.studies.bench.result import Bar, Result
 from ermoe.train.loader import Loader
 
 _BATCH = 100

@@ -11,7 +11,7 @@ from torch import nn
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.memory import peak_megabytes
 from ermoe.studies.bench.peers import Shape, available, build, tokens
-from ermoe.studies.bench.record import Bar, Result
+from ermoe.studies.bench.result import Bar, Result
 
 _EIGEN, _VMOE = "ermoe R=504 r=56", "our V-MoE"
 

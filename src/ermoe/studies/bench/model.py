@@ -16,7 +16,7 @@ from ermoe.nn import orthogonality_loss, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.memory import peak_megabytes
-from ermoe.studies.bench.record import Bar, Result
+from ermoe.studies.bench.result import Bar, Result
 
 _PAPER, _VMOE, _DENSE = "ermoe paper-b16", "V-MoE", "dense ViT-B/16"
 # What each model is called here, its preset, and what differs: V-MoE drops nothing, so that both do all their work.

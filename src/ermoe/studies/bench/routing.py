@@ -12,7 +12,7 @@ from ermoe.nn import MoE, Routing, TopKRouter
 from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.peers import Shape, build, eigen_layer, tokens
-from ermoe.studies.bench.record import Bar, Result
+from ermoe.studies.bench.result import Bar, Result
 
 _LIMITS = {56: 0.10, 32: 0.06}
 PARTS = "parts of a forward pass, over the floor"

@@ -12,7 +12,7 @@ from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.layer import forward_of
 from ermoe.studies.bench.memory import peak_megabytes
 from ermoe.studies.bench.peers import Shape, eigen_layer, tokens
-from ermoe.studies.bench.record import Bar, Result
+from ermoe.studies.bench.result import Bar, Result
 
 _COLUMNS = 448  # E · r stays at 8 · 56
 

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from ermoe.analysis.recorder import moe_layers
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.few_shot import describe, probes, sources
 from ermoe.studies.paper.images import Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 
 def square_bases(model: nn.Module) -> None:
@@ -61,16 +62,16 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header += ["paper: load CV²", "load CV²", "paper: fallback %", "fallback", "spread of scores"]
     rows = []
     for name, (_, (shot, load, fallback)) in ROWS.items():
-        value = partial(of, records, name)
+        value = partial(figures_of, records, name)
         row = [name, shot, cell(value("epochs-5", "mean")), cell(value("images-5", "mean")), cell(value("top1"))]
         row += [load, cell(value("load_cv2"), ".3f"), fallback, cell(value("fallback_rate"), ".1%")]
         rows.append([*row, cell(value("spread"), ".3f")])
     sentences = []
     for name in ROWS:
         if name != FULL.name:
-            ours, other = of(records, FULL.name, "epochs-5", "mean"), of(records, name, "epochs-5", "mean")
+            ours, other = (figures_of(records, row, "epochs-5", "mean") for row in (FULL.name, name))
             sentences.append(verdict(ours, other, larger="the full method", smaller=name, what="5 epochs", form=".1%"))
-            ours, other = of(records, FULL.name, "load_cv2"), of(records, name, "load_cv2")
+            ours, other = (figures_of(records, row, "load_cv2") for row in (FULL.name, name))
             sentences.append(verdict(ours, other, larger="the full method", smaller=name, what="load CV²"))
     return Findings(header, rows, sentences)
 

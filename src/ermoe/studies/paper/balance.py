@@ -11,9 +11,10 @@ import numpy as np
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
 from ermoe.explore.inspection import pooled_share
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 METHODS = {
     "base": ("near uniform", "#667085"),
@@ -53,22 +54,22 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header = ["method", "paper", "load CV²", "weight CV²", "max / mean load", "busiest expert", "accuracy"]
     rows, lines = [], {}
     for method, (paper, _) in METHODS.items():
-        shares = [np.asarray(share) for share in of(records, method, "share")]
+        shares = [np.asarray(share) for share in figures_of(records, method, "share")]
         mean_share = np.mean(shares, axis=0)
         busiest = [float(share[0]) * len(share) for share in shares]
         rows.append(
             [
                 LABELS[method],
                 paper,
-                *(cell(of(records, method, name), ".3f") for name in ("load_cv2", "weight_cv2", "max_load")),
+                *(cell(figures_of(records, method, name), ".3f") for name in ("load_cv2", "weight_cv2", "max_load")),
                 cell(busiest, ".2f"),
-                cell(of(records, method, "top1"), ".2%"),
+                cell(figures_of(records, method, "top1"), ".2%"),
             ]
         )
         lines[LABELS[method]] = Curve(range(1, len(mean_share) + 1), mean_share * len(mean_share))
     scale = Scale("experts of all layers, busiest first", "load / mean load", whole_x=True)
     colours = [colour for _, colour in METHODS.values()]
-    load = {method: of(records, method, "load_cv2") for method in METHODS}
+    load = {method: figures_of(records, method, "load_cv2") for method in METHODS}
     sentences = [
         verdict(load["v-moe"], load[PAPER_RULE], larger="V-MoE", smaller="the paper's rule", what="load CV²"),
         verdict(load["base"], load[PAPER_RULE], larger="BASE", smaller="the paper's rule", what="load CV²"),

@@ -7,8 +7,9 @@ from functools import partial
 
 import numpy as np
 
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 QUOTED = {
     "sfcn": ("3.03", "3.41", "3.13"),
@@ -39,12 +40,12 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header = ["model", "paper: men", "men", "paper: women", "women", "paper: all", "all"]
     rows = []
     for method, quoted in QUOTED.items():
-        ours = [cell(of(records, method, group), ".2f") for group in ("M", "F", "all")]
+        ours = [cell(figures_of(records, method, group), ".2f") for group in ("M", "F", "all")]
         rows.append([brains.METHODS[method], *(value for pair in zip(quoted, ours, strict=True) for value in pair)])
     rows.append(
-        ["predict the mean", "–", "–", "–", "–", "–", cell(of(records, "ermoe", "predict the mean")[:1], ".2f")]
+        ["predict the mean", "–", "–", "–", "–", "–", cell(figures_of(records, "ermoe", "predict the mean")[:1], ".2f")]
     )
-    total = {method: of(records, method, "all") for method in QUOTED}
+    total = {method: figures_of(records, method, "all") for method in QUOTED}
     sentences = [
         verdict(total[other], total["ermoe"], larger=brains.METHODS[other], smaller="ERMoE-ba", what="error in years")
         for other in ("sfcn", "vit3d", "swin3d")

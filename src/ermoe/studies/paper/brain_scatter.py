@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
 from ermoe.brain.metrics import figures
+from ermoe.studies.figures import cell, mean
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, mean
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 PAPER = {("test", "M"): "2.30", ("test", "F"): "2.32", ("train", "M"): "2.29", ("train", "F"): "2.27"}
 _SEX = {"M": ("men", "#2563eb"), "F": ("women", "#d97706")}

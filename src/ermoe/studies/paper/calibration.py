@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from ermoe.brain.metrics import figures
+from ermoe.studies.figures import cell, figures_of
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 FITS = {"train": "line fitted on training people (paper)", "held-out": "line fitted on other held-out people"}
 QUOTED = {
@@ -45,7 +46,7 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
         for name, quoted in QUOTED.items():
             if name == "raw" and fit == "held-out":
                 continue
-            ours = [cell(of(records, "ermoe", fit, name, figure), ".3f") for figure in _NAMES]
+            ours = [cell(figures_of(records, "ermoe", fit, name, figure), ".3f") for figure in _NAMES]
             paper = quoted if fit == "train" else ("–",) * 4
             label_of = name if name == "raw" else f"{name}, {label}"
             rows.append([label_of, *(value for pair in zip(paper, ours, strict=True) for value in pair)])

@@ -15,7 +15,8 @@ from ermoe.retrieval.evaluation import evaluate
 from ermoe.retrieval.presets import Recipe, recipe
 from ermoe.retrieval.run import train
 from ermoe.retrieval.shapes import write_shapes
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, slug, verdict
+from ermoe.studies.figures import cell, figures_of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, slug
 
 CUTS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 METHODS = {
@@ -103,12 +104,12 @@ def study_of(name: str, title: str, paper: str, protocol: str, quoted: Mapping[s
         header = ["model", *(cut.upper().replace("_", " ") for cut in CUTS)]
         rows = [[f"paper: {row}", *values] for row, values in quoted.items()]
         rows += [
-            [label, *(cell(of(records, method, "figures", cut), ".1%") for cut in CUTS)]
+            [label, *(cell(figures_of(records, method, "figures", cut), ".1%") for cut in CUTS)]
             for method, label in METHODS.items()
         ]
-        chance = [cell(of(records, "dense", "chance", cut)[:1], ".1%") for cut in CUTS]
+        chance = [cell(figures_of(records, "dense", "chance", cut)[:1], ".1%") for cut in CUTS]
         rows.append(["chance", *chance])
-        value = partial(of, records)
+        value = partial(figures_of, records)
         sentences = [
             verdict(
                 value("ermoe-none", "figures", cut),

@@ -12,7 +12,8 @@ from ermoe.models.costs import PAPER, WHAT_DOES_NOT_FIT, count_preset
 from ermoe.models.presets import Preset, preset
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.model import inference_of
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of
+from ermoe.studies.figures import cell, figures_of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 ROWS = {
     "v-moe-b16": "V-MoE",
@@ -74,16 +75,16 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     rows = []
     for name, label in ROWS.items():
         paper = PAPER.get(name)
-        size = cell(of(records, name, "parameters"), ".1f"), cell(of(records, name, "active"), ".1f")
+        size = cell(figures_of(records, name, "parameters"), ".1f"), cell(figures_of(records, name, "active"), ".1f")
         rows.append(
             [
                 label,
                 f"{paper.total} ({paper.active})" if paper else "–",
                 f"{size[0]} ({size[1]})",
                 f"{paper.multiply_adds}" if paper else "–",
-                cell(of(records, name, "multiply_adds"), ".1f"),
+                cell(figures_of(records, name, "multiply_adds"), ".1f"),
                 _PAPER_MS.get(name, "–"),
-                cell(of(records, "time", name, "ratio"), ".2f"),
+                cell(figures_of(records, "time", name, "ratio"), ".2f"),
             ]
         )
     sentences = [

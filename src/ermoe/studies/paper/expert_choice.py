@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import imagenet, images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 PAPER = {"expert-choice": "78.95", PAPER_RULE: "88.03", OFFSETS: "–"}
 
@@ -23,8 +24,8 @@ def jobs(setup: Setup) -> list[Job]:
 
 def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     """A row for each method."""
-    rows = [[LABELS[m], paper, cell(of(records, m, "top1"))] for m, paper in PAPER.items()]
-    ours = {method: of(records, method, "top1") for method in PAPER}
+    rows = [[LABELS[m], paper, cell(figures_of(records, m, "top1"))] for m, paper in PAPER.items()]
+    ours = {method: figures_of(records, method, "top1") for method in PAPER}
     words = {"larger": "ERMoE", "smaller": "expert choice", "what": "top-1", "form": ".1%"}
     sentence = verdict(ours[PAPER_RULE], ours["expert-choice"], **words)
     return Findings(["method", "paper: top-1", "top-1"], rows, [sentence])

@@ -11,7 +11,8 @@ from ermoe.nn.registry import build_layer
 from ermoe.studies.bench.layer import step_of
 from ermoe.studies.bench.memory import peak_megabytes
 from ermoe.studies.bench.peers import Shape
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, mean, of
+from ermoe.studies.figures import cell, figures_of, mean
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 EXPERTS = (8, 32)
 ROUTERS = {"standard": "logit", "V-MoE": "v-moe", "ERMoE": "eigen"}
@@ -68,8 +69,8 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header += ["E = 8, MB", "E = 32, MB", "ratio", "of which parameters, MB"]
     rows, ratio = [], {}
     for name in ROUTERS:
-        peak = {count: of(records, f"{name} E={count}", "peak") for count in EXPERTS}
-        own = {count: of(records, f"{name} E={count}", "parameters") for count in EXPERTS}
+        peak = {count: figures_of(records, f"{name} E={count}", "peak") for count in EXPERTS}
+        own = {count: figures_of(records, f"{name} E={count}", "parameters") for count in EXPERTS}
         total = {count: [p + q for p, q in zip(peak[count], own[count], strict=True)] for count in EXPERTS}
         ratio[name] = mean(total[32]) / mean(total[8])
         paper = PAPER[name]

@@ -11,9 +11,10 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.probe import READINGS, features, probe
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 SHOTS = (5, 10)
 PAPER = {  # CIFAR-10, CIFAR-100, Tiny-ImageNet, each with 5 and 10 shots
@@ -70,11 +71,13 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     keys = [f"{reading}-{n}" for reading in READINGS for n in SHOTS]
     titles = [f"{n} {'images a class' if reading == 'images' else 'epochs'}" for reading in READINGS for n in SHOTS]
     header = ["method", "paper (5/10: CIFAR-10, CIFAR-100, Tiny-ImageNet)", *titles]
-    rows = [[LABELS[m], paper, *(cell(of(records, m, key, "mean")) for key in keys)] for m, paper in PAPER.items()]
+    rows = [
+        [LABELS[m], paper, *(cell(figures_of(records, m, key, "mean")) for key in keys)] for m, paper in PAPER.items()
+    ]
     sentences = [
         verdict(
-            of(records, PAPER_RULE, key, "mean"),
-            of(records, "v-moe", key, "mean"),
+            figures_of(records, PAPER_RULE, key, "mean"),
+            figures_of(records, "v-moe", key, "mean"),
             larger="ERMoE",
             smaller="V-MoE",
             what=title,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 PAPER = {
     "v-moe": ("87.41", "97.94"),
@@ -34,10 +35,10 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     """A row for each method."""
     header = ["method", "paper: top-1", "top-1", "paper: top-5", "top-5"]
     rows = [
-        [LABELS[m], top1, cell(of(records, m, "top1")), top5, cell(of(records, m, "top5"))]
+        [LABELS[m], top1, cell(figures_of(records, m, "top1")), top5, cell(figures_of(records, m, "top5"))]
         for m, (top1, top5) in PAPER.items()
     ]
-    ours = {method: of(records, method, "top1") for method in PAPER}
+    ours = {method: figures_of(records, method, "top1") for method in PAPER}
     sentences = [
         verdict(ours[PAPER_RULE], ours[other], larger="ERMoE", smaller=LABELS[other], what="top-1", form=".1%")
         for other in ("v-moe", "dense", OFFSETS)

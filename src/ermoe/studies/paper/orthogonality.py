@@ -8,9 +8,10 @@ from typing import Any
 
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
+from ermoe.studies.figures import cell, deviation, figures_of, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, deviation, mean, of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 LAMBDAS = (0.0, 1e-6, 1e-5, 5e-5, 1e-4, 1e-3, 1e-2)
 _PAPER = {0.0: "under-regularised", 1e-6: "under-regularised", 1e-5: "under-regularised", 5e-5: "lowest loss"}
@@ -49,12 +50,12 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     styles = {"loss": ".4f", "combined_loss": ".4f", "top1": ".2%", "drift": ".2g", "load_cv2": ".3f"}
     styles |= {"fallback_rate": ".1%"}
     rows = [
-        [f"{w:g}", _PAPER[w], *(cell(of(records, name_of(w), name), style) for name, style in styles.items())]
+        [f"{w:g}", _PAPER[w], *(cell(figures_of(records, name_of(w), name), style) for name, style in styles.items())]
         for w in LAMBDAS
     ]
     lines = {}
     for label, name in (("validation loss", "loss"), ("with λ · penalty", "combined_loss")):
-        values = [of(records, name_of(w), name) for w in LAMBDAS]
+        values = [figures_of(records, name_of(w), name) for w in LAMBDAS]
         place = [max(w, _SMALLEST_DRAWN) for w in LAMBDAS]
         lines[label] = Curve(place, [mean(v) for v in values], [deviation(v) for v in values], marked=True)
     scale = Scale("λ (0 drawn at 1e-7)", "loss", log_x=True, from_zero=False, at={"5e-5": 5e-5})
@@ -62,12 +63,12 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    loss = {w: of(records, name_of(w), "combined_loss") for w in LAMBDAS}
+    loss = {w: figures_of(records, name_of(w), "combined_loss") for w in LAMBDAS}
     best = min(LAMBDAS, key=lambda w: mean(loss[w]))
     gap = mean(loss[5e-5]) - mean(loss[best])
     noise = max(deviation(values) for values in loss.values())
     inside = "inside the spread over seeds" if gap <= noise else "larger than the spread over seeds"
-    drift = {w: mean(of(records, name_of(w), "drift")) for w in (0.0, 5e-5, 1e-2)}
+    drift = {w: mean(figures_of(records, name_of(w), "drift")) for w in (0.0, 5e-5, 1e-2)}
     return [
         f"The lowest mean loss is at λ = {best:g}; 5e-5 is above it by {gap:.4f}, {inside} ({noise:.4f}).",
         "Bases drift within an epoch by "

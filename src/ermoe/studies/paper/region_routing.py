@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
 from ermoe.errors import UserError
+from ermoe.studies.figures import mean
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, mean
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 from ermoe.train.run_folder import RunFolder, read_lines
 
 TISSUES = ("wm", "gm", "csf")

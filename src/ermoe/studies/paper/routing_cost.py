@@ -14,7 +14,8 @@ from ermoe.models.presets import Preset, preset
 from ermoe.nn import EigenMoE, MoE
 from ermoe.nn.registry import build_layer
 from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of
+from ermoe.studies.figures import cell, figures_of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 RANKS = (40, 56, 80)
 _TOKENS = 197
@@ -78,10 +79,10 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     rows = []
     for name in ("V-MoE", *(f"ERMoE r = {rank}" for rank in RANKS)):
         flops, milliseconds = paper.get(name, ("–", "–"))
-        time, share = (of(records, "time", name, key) for key in ("ratio", "share_of_layer"))
-        counted = cell(of(records, "count", name), ".3f")
+        time, share = (figures_of(records, "time", name, key) for key in ("ratio", "share_of_layer"))
+        counted = cell(figures_of(records, "count", name), ".3f")
         rows.append([name, flops, counted, milliseconds, cell(time, ".1f"), cell(share, ".1%")])
-    context = cell(of(records, "count", "context"), ".3f")
+    context = cell(figures_of(records, "count", "context"), ".3f")
     sentences = [
         "The paper does not say what its 0.631 G of V-MoE count; one linear map of 768 to 8 for 197 tokens in 6 layers "
         "is 0.007 G. Its 1.169 G for ERMoE fits routing ranks of 40 to 80, depending on the reading.",

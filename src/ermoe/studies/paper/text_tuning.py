@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import captions
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 PROTOCOL = "coco-karpathy-5k"
 ROWS = {"frozen": ("49.1", "73.8", "82.4"), "tuned": ("50.3", "74.0", "82.6")}
@@ -28,9 +29,9 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
         header += [f"paper: {cut.upper().replace('_', ' ')}", cut.upper().replace("_", " ")]
     rows = []
     for row, quoted in ROWS.items():
-        ours = [cell(of(records, row, "figures", cut), ".1%") for cut in _CUTS]
+        ours = [cell(figures_of(records, row, "figures", cut), ".1%") for cut in _CUTS]
         rows.append([row, *(value for pair in zip(quoted, ours, strict=True) for value in pair)])
-    tuned, frozen = (of(records, row, "figures", "t2i_r1") for row in ("tuned", "frozen"))
+    tuned, frozen = (figures_of(records, row, "figures", "t2i_r1") for row in ("tuned", "frozen"))
     sentences = [
         verdict(tuned, frozen, larger="the tuned tower", smaller="the frozen one", what="T2I R1", form=".1%"),
         "The paper's figures are of Fix-CLIP, not of ERMoE; ours are of CLIP-ERMoE.",

@@ -12,9 +12,10 @@ from torch import nn
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
 from ermoe.analysis.recorder import moe_layers
+from ermoe.studies.figures import cell, figures_of, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, mean, of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 THRESHOLDS = [round(0.1 * step, 1) for step in range(10)]
 _METHODS = (PAPER_RULE, OFFSETS)
@@ -74,14 +75,14 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     for t in map(str, THRESHOLDS):
         row = [t, _PAPER[float(t)]]
         for method in _METHODS:
-            row.append(cell(of(records, method, "fallback", t), ".1%"))
-            row.append(cell(of(records, method, "pruned", t, "top1"), ".1%"))
-            row.append(cell(of(records, method, "pruned", t, "experts_per_token"), ".2f"))
-            row.append(cell(of(records, method, "pruned", t, "load_cv2"), ".3f"))
+            row.append(cell(figures_of(records, method, "fallback", t), ".1%"))
+            row.append(cell(figures_of(records, method, "pruned", t, "top1"), ".1%"))
+            row.append(cell(figures_of(records, method, "pruned", t, "experts_per_token"), ".2f"))
+            row.append(cell(figures_of(records, method, "pruned", t, "load_cv2"), ".3f"))
         rows.append(row)
     lines, colours = {}, []
     for method, colour in zip(_METHODS, (ACCENT, "#d97706"), strict=True):
-        values = [of(records, method, "fallback", str(t)) for t in THRESHOLDS]
+        values = [figures_of(records, method, "fallback", str(t)) for t in THRESHOLDS]
         lines[LABELS[method]] = Curve(THRESHOLDS, [mean(v) for v in values], marked=True)
         colours.append(colour)
     scale = Scale("threshold T", "tokens that fall back", percent=True, at={"T = 0.5": 0.5})
@@ -89,9 +90,9 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    rate = {t: mean(of(records, PAPER_RULE, "fallback", str(t))) for t in THRESHOLDS}
+    rate = {t: mean(figures_of(records, PAPER_RULE, "fallback", str(t))) for t in THRESHOLDS}
     agrees = rate[0.4] < 0.05 and rate[0.9] > rate[0.5] + 0.05
-    plain = mean(of(records, PAPER_RULE, "top1"))
+    plain = mean(figures_of(records, PAPER_RULE, "top1"))
     return [
         f"Fallback under the paper's rule: {rate[0.4]:.1%} at T = 0.4, {rate[0.5]:.1%} at 0.5, {rate[0.9]:.1%} at 0.9: "
         + ("near zero below 0.5 and rising above, as the paper says." if agrees else "not the paper's curve."),

@@ -15,9 +15,10 @@ from ermoe.analysis.plots import ACCENT
 from ermoe.explore.inspect import experts_a_token
 from ermoe.images.labelled import LabelledImages
 from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.figures import cell, deviation, figures_of, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import AS_PRINTED, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, deviation, mean, of
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 
 NUMBERS = (1, 2, 3, 4, 6)
 _SWEPT = "trained with 2"
@@ -84,13 +85,13 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header += ["tail mass, swept", "time of a pass, k = 2 is 1"]
     rows, swept, again = [], [], []
     for k in NUMBERS:
-        at = [of(records, _SWEPT, "at", str(k), name) for name in ("top1", "tail_mass", "time")]
-        own = of(records, _SWEPT, "at", "2", "top1") if k == 2 else of(records, retrained(k), "top1")
-        printed = of(records, AS_PRINTED.name, "at", str(k), "top1")
+        at = [figures_of(records, _SWEPT, "at", str(k), name) for name in ("top1", "tail_mass", "time")]
+        own = figures_of(records, _SWEPT, "at", "2", "top1") if k == 2 else figures_of(records, retrained(k), "top1")
+        printed = figures_of(records, AS_PRINTED.name, "at", str(k), "top1")
         rows.append([str(k), _PAPER[k], cell(at[0]), cell(printed), cell(own), cell(at[1], ".1%"), cell(at[2], ".2f")])
         swept.append(mean(at[0]))
         again.append(mean(own))
-    tail = [mean(of(records, _SWEPT, "at", str(k), "tail_mass")) for k in NUMBERS]
+    tail = [mean(figures_of(records, _SWEPT, "at", str(k), "tail_mass")) for k in NUMBERS]
     lines = {
         "accuracy, one model swept": Curve(NUMBERS, swept, marked=True),
         "accuracy, retrained at each k": Curve(NUMBERS, again, marked=True),
@@ -101,11 +102,11 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    swept = {k: mean(of(records, _SWEPT, "at", str(k), "top1")) for k in NUMBERS}
-    own = {k: swept[2] if k == 2 else mean(of(records, retrained(k), "top1")) for k in NUMBERS}
-    tail = [mean(of(records, _SWEPT, "at", str(k), "tail_mass")) for k in NUMBERS]
+    swept = {k: mean(figures_of(records, _SWEPT, "at", str(k), "top1")) for k in NUMBERS}
+    own = {k: swept[2] if k == 2 else mean(figures_of(records, retrained(k), "top1")) for k in NUMBERS}
+    tail = [mean(figures_of(records, _SWEPT, "at", str(k), "tail_mass")) for k in NUMBERS]
     best, best_again = max(swept, key=lambda k: swept[k]), max(own, key=lambda k: own[k])
-    noise = deviation(of(records, _SWEPT, "at", "2", "top1"))
+    noise = deviation(figures_of(records, _SWEPT, "at", "2", "top1"))
     spread = f"the spread over seeds at k = 2 is {noise:.2%}" if noise else "one seed says nothing about noise"
     return [
         f"Swept at evaluation, k = {best} is best; a model trained with 2 has an advantage there. Retrained, k = "

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
 from ermoe.explore.inspection import short
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, cell, of, verdict
+from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 from ermoe.train.run_folder import RunFolder
 
 
@@ -57,12 +58,12 @@ def findings(setup: Setup, records: Sequence[Record]) -> Findings:
     header = ["epoch", *(f"class bits, {layer}" for layer in layers), *(f"fallback, {layer}" for layer in layers)]
     rows = []
     for epoch in epochs:
-        bits = [cell(of(records, PAPER_RULE, "epochs", epoch, layer, "bits"), ".3f") for layer in layers]
-        fell = [cell(of(records, PAPER_RULE, "epochs", epoch, layer, "fallback"), ".1%") for layer in layers]
+        bits = [cell(figures_of(records, PAPER_RULE, "epochs", epoch, layer, "bits"), ".3f") for layer in layers]
+        fell = [cell(figures_of(records, PAPER_RULE, "epochs", epoch, layer, "fallback"), ".1%") for layer in layers]
         rows.append([epoch, *bits, *fell])
     first, last = next(iter(epochs)), list(epochs)[-1]
-    early, late = (of(records, PAPER_RULE, "epochs", epoch, layers[-1], "bits") for epoch in (first, last))
-    shallow = of(records, PAPER_RULE, "epochs", last, layers[0], "bits")
+    early, late = (figures_of(records, PAPER_RULE, "epochs", epoch, layers[-1], "bits") for epoch in (first, last))
+    shallow = figures_of(records, PAPER_RULE, "epochs", last, layers[0], "bits")
     sentences = [
         "Paper: preferences sharpen with training and with depth.",
         verdict(late, early, larger=f"epoch {last}", smaller=f"epoch {first}", what="class bits, deepest", form=".3f"),

@@ -16,6 +16,7 @@ from ermoe.models.upcycle import upcycle
 from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
 from ermoe.studies.paper.images import PAPER_RULE, Source, Variant
 from ermoe.studies.paper.study import Setup, run
+from ermoe.studies.record import RECORDS
 
 NAMES = ["threshold", "lambda", "top-k", "balance", "ablation", "train-heatmaps", "expert-choice"]
 
@@ -60,10 +61,10 @@ def test_study_runs_and_shows_both_sides(setup, name):
     place = setup.place(name)
     assert (place / "result.md").is_file()
     assert (found.drawing is None) or (place / "plot.png").stat().st_size > 5000
-    before = {path.name: path.stat().st_mtime_ns for path in place.glob("*.json")}
+    before = (place / RECORDS).read_bytes()
     assert before
     run(catalogue.find(name), setup)
-    assert {path.name: path.stat().st_mtime_ns for path in place.glob("*.json")} == before
+    assert (place / RECORDS).read_bytes() == before
 
 
 def test_the_threshold_never_changes_a_choice_but_pruning_does(setup):

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from ermoe.cli import main as cli
 from ermoe.errors import UserError
+from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import catalogue
-from ermoe.studies.paper.study import Findings, Job, Setup, Study, as_markdown, cell, of, run, run_queue, slug, verdict
+from ermoe.studies.paper.study import Findings, Setup, Study, run, run_study, slug
+from ermoe.studies.queue import Job
+from ermoe.studies.record import RECORDS, read_records
 
 
 @pytest.fixture
@@ -26,7 +29,9 @@ def study(work):
         return [Job("a", seed, lambda seed=seed: work(seed)) for seed in setup.each_seed()]
 
     def findings(setup, records):
-        return Findings(["row", "paper", "ours"], [["a", "1", cell(of(records, "a", "x"), ".1f")]], ["It is so."])
+        return Findings(
+            ["row", "paper", "ours"], [["a", "1", cell(figures_of(records, "a", "x"), ".1f")]], ["It is so."]
+        )
 
     return Study("thing", "a thing", "somewhere else", lambda setup: "here", jobs, findings)
 
@@ -42,9 +47,11 @@ def test_a_run_is_recorded_and_not_repeated(setup):
     run(study(work), setup)
     assert calls == [1, 2]
     place = setup.out / "thing" / "mini-bundled"
-    record = json.loads((place / "a-1.json").read_text())
+    record = read_records(place / RECORDS)[0]
     assert record["figures"] == {"x": 1.0, "nothing": None}
-    assert {"study", "name", "seed", "scale", "ran_on", "command", "commit", "machine", "versions"} <= record.keys()
+    assert (record["study"], record["name"], record["seed"]) == ("thing", "a", 1)
+    assert record["settings"] == {"scale": "mini", "data": None}
+    assert {"ran_on", "command", "commit", "machine", "versions"} <= record["environment"].keys()
     text = (place / "result.md").read_text(encoding="utf-8")
     assert "| a | 1 | 1.5 ± 0.7 |" in text
     assert "Here (mini): here" in text
@@ -61,17 +68,31 @@ def test_an_interrupted_queue_goes_on_where_it_was(setup):
         return {"x": 1.0}
 
     with pytest.raises(KeyboardInterrupt):
-        run_queue(study(stops_at_two), setup)
-    assert len(run_queue(study(stops_at_two), setup)) == 2
+        run_study(study(stops_at_two), setup)
+    assert len(run_study(study(stops_at_two), setup)) == 2
     assert calls == [1, 2, 2]
 
 
-def test_a_damaged_record_gets_a_sentence(setup):
+def test_what_an_earlier_version_left_counts_as_done(setup):
+    place = setup.out / "thing" / "mini-bundled"
+    place.mkdir(parents=True)
+    old = {"study": "thing", "name": "a", "scale": "mini", "data": None, "ran_on": "here", "seconds": 3.0, "threads": 1}
+    old |= {"command": "ermoe", "commit": "0e424b7", "machine": {"cores": 2}, "versions": {"torch": "2"}}
+    for seed in (1, 2):
+        (place / f"a-{seed}.json").write_text(json.dumps({**old, "seed": seed, "figures": {"x": float(seed)}}))
+    records = run_study(study(lambda seed: pytest.fail("is there")), setup)
+    assert [record["figures"]["x"] for record in records] == [1.0, 2.0]
+    assert records[0]["settings"] == {"scale": "mini", "data": None}
+    assert records[0]["environment"]["commit"] == "0e424b7"
+    assert len((place / RECORDS).read_text().splitlines()) == 3, "the environment once"
+
+
+def test_a_damaged_record_of_an_earlier_version_gets_a_sentence(setup):
     path = setup.out / "thing" / "mini-bundled" / "a-1.json"
     path.parent.mkdir(parents=True)
     path.write_text("{")
     with pytest.raises(UserError, match=r"a-1.json is damaged: remove it"):
-        run_queue(study(lambda seed: {}), setup)
+        run_study(study(lambda seed: {}), setup)
 
 
 def test_data_and_scale_have_folders_of_their_own(setup):
@@ -87,11 +108,11 @@ def test_a_record_of_other_data_of_the_same_name_is_refused(setup, tmp_path):
     for folder in folders:
         folder.mkdir(parents=True)
     one, two = (replace(setup, data=str(folder)) for folder in folders)
-    run_queue(study(lambda seed: {"x": 1.0}), one)
-    with pytest.raises(UserError, match=r"a-1.json is about .*one/data, not .*two/data: give this study another --out"):
-        run_queue(study(lambda seed: {"x": 2.0}), two)
+    run_study(study(lambda seed: {"x": 1.0}), one)
+    with pytest.raises(UserError, match=r"data: .*one/data there, .*two/data asked for\): choose another --out"):
+        run_study(study(lambda seed: {"x": 2.0}), two)
     folders[0].rename(tmp_path / "elsewhere")  # a folder that has moved is not another one
-    assert len(run_queue(study(lambda seed: {"x": 2.0}), two)) == 2
+    assert len(run_study(study(lambda seed: {"x": 2.0}), two)) == 2
 
 
 @pytest.mark.parametrize(("options", "message"), [({"scale": "huge"}, "use one of"), ({"seeds": 0}, "at least one")])
@@ -113,7 +134,7 @@ def test_verdicts_know_noise():
 
 
 def test_tables_in_markdown():
-    assert as_markdown(Findings(["a", "b"], [["1", "2"]])) == "| a | b |\n| :-- | --: |\n| 1 | 2 |"
+    assert Findings(["a", "b"], [["1", "2"]]).table.markdown() == "| a | b |\n| :-- | --: |\n| 1 | 2 |"
 
 
 def test_names_of_files_are_plain():

@@ -1,0 +1,224 @@
+"""Writes the tables of README.md and docs/ from benchmarks/results: `make tables`.
+
+A table stands in a document between `<!-- table: NAME -->` and `<!-- end of table -->`; a test fails where a document
+and the records disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import brain_ixi50
+import brain_regions
+import retrieval_flickr8k
+import routers_digits
+import upcycle_cifar10
+
+from ermoe.files import replacing
+from ermoe.studies import comparison
+from ermoe.studies.bench.clock import Measurement
+from ermoe.studies.bench.routing import PARTS
+from ermoe.studies.paper.catalogue import ENTRIES, find
+from ermoe.studies.paper.study import Setup
+from ermoe.studies.record import RECORDS, Record, read_records
+from ermoe.studies.step_times import STEPS, recorded_steps
+from ermoe.studies.tables import Table, filled_in
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TINY, CIFAR = "mini-tiny-imagenet-200-4-epochs", "mini-cifar-10-batches-bin-2-epochs"
+PROBED = "mini-cifar-10-batches-bin-after-tiny-imagenet-200-4-epochs"
+PREDICTED = {  # by the operations of the cost model, docs/performance.md
+    "experts, E·r fixed": ("1", "1", "1", "1"),
+    "experts, their products alone": ("1", "1", "1", "1"),
+    "tokens": ("1", "2", "4"),
+    "experts per token": ("1", "1.85", "2.70", "3.55"),
+    "rank": ("1", "1.74", "3.18", "4.71"),
+}
+ROUTERS = {
+    "dense": "dense",
+    "eigen": "`eigen`, offsets",
+    "eigen-mean": '`eigen`, `balance="mean"`',
+    "eigen-none": '`eigen`, `balance="none"`',
+    "eigen-dense-experts": '`eigen`, `experts="dense"`',
+    "eigen-logit": '`eigen`, `score="logit"`, no balance',
+    "v-moe-no-limit": "`v-moe`, no limit at inference",
+}
+ESTIMATES = {
+    "vit3d": "3D ViT",
+    "ermoe": "**ERMoE-ba**",
+    "sfcn": "SFCN",
+    "batch only": "the mean age of batch B in training",
+    "tissue ridge": "tissue ridge, learnt from both batches",
+    "swin3d": "3D Swin",
+    "predict the mean": "the mean age of everybody in training",
+}
+
+
+def lines_of(study: str) -> list[Record]:
+    """The runs of a study."""
+    return read_records(RESULTS / f"{study}.jsonl")
+
+
+def figures_of_benchmark(name: str) -> dict[str, Any]:
+    """Of the last run of a benchmark."""
+    return dict([record for record in lines_of("bench") if record["name"] == name][-1]["figures"])
+
+
+def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
+    """A study's own table, or some of its columns, without rows that were not run."""
+    found = find(study).findings(Setup(), read_records(RESULTS / "paper" / study / place / RECORDS)).table
+    table = found.only(*columns) if columns else found
+    return Table(table.header, [row for row in table.rows if set(row[1:]) != {"–"}])
+
+
+def relabelled(table: Table, labels: dict[str, str], default: str = "{}") -> Table:
+    """With other words in the first column."""
+    return Table(table.header, [[labels.get(row[0], default.format(row[0])), *row[1:]] for row in table.rows])
+
+
+def cifar10() -> Table:
+    """Every router on CIFAR-10."""
+    records = read_records(RESULTS / "cifar10" / RECORDS)
+    steps = {name: Measurement(**step) for name, step in recorded_steps(records).items()}
+    return comparison.table([record for record in records if record["name"] != STEPS], steps)
+
+
+def bars() -> Table:
+    """Every promise of the benchmarks, held or missed."""
+    words = {True: "held", False: "**missed**"}
+    rows = [
+        [bar["name"], f"{bar['value']:.3f}", f"≤ {bar['limit']:.2f}", words[bar["holds"]], f"`{name}`"]
+        for name in ("layer", "routing", "model", "scaling", "data")
+        for bar in figures_of_benchmark(name)["bars"]
+    ]
+    return Table(["ratio", "measured", "bar", "", "benchmark"], rows)
+
+
+def parts() -> Table:
+    """Where a forward pass goes, over the floor."""
+    ratio = {row["name"]: f"{row['ratio']:.3f}" for row in figures_of_benchmark("routing")["tables"][PARTS]}
+    steps = ("routing", "gathering", "products", "combining")
+    labels = {"ermoe R=504 r=56": "ERMoE, R 504, r 56", "our V-MoE": "our V-MoE"}
+    rows = [[label, ratio[name], *(ratio[f"{name}: {step}"] for step in steps)] for name, label in labels.items()]
+    return Table(["", "whole layer", *steps], rows)
+
+
+def growth() -> Table:
+    """Time over that of the first case, and in brackets what the operations alone predict."""
+    sweeps = figures_of_benchmark("scaling")["tables"]
+    rows = []
+    for sweep, predicted in PREDICTED.items():
+        cases = [f"{own['ratio']:.2f} ({by})" for own, by in zip(sweeps[sweep], predicted, strict=True)]
+        names = ", ".join(own["name"] for own in sweeps[sweep])
+        rows.append([f"{sweep}: {names}", "1", *cases[1:], *[""] * (4 - len(cases))])
+    return Table(["sweep", "first", "second", "third", "fourth"], rows)
+
+
+def routers_layer() -> Table:
+    """What each router costs, the cheapest first."""
+    tables = figures_of_benchmark("routers_layer")["tables"]
+    ratio = {title: {row["name"]: row["ratio"] for row in rows} for title, rows in tables.items()}
+    names = sorted(ratio["forward"], key=lambda name: ratio["forward"][name])
+    labels = {"dense": "dense FFN", "eigen": "`eigen` (r = 24)"}
+    return Table(
+        ["router", *ratio],
+        [[labels.get(name, f"`{name}`"), *(f"{own[name]:.2f}" for own in ratio.values())] for name in names],
+    )
+
+
+def regions() -> Table:
+    """Region experts at the rate of the study, three seeds."""
+    labels = {f"blocks, {variant}, rate 0.001, decay 1": variant for variant in brain_regions.VARIANTS}
+    return brain_regions.table(lines_of("brain_regions"), labels)
+
+
+def region_rates() -> Table:
+    """Region experts at other rates and inputs, first seed."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for record in lines_of("brain_regions"):
+        asked = record["settings"]
+        decay = "" if asked["layer_decay"] == 1 else f", each layer {asked['layer_decay']:g} of the rate of the next"
+        if record["seed"] == 0:
+            years = " → ".join(brain_regions.error([record], epoch, ".0f") for epoch in (0, -1))
+            cells = rows.setdefault((f"{asked['base_lr']:g}{decay}", asked["input"]), {})
+            cells[asked["variant"]] = f"{brain_regions.kept(record)[1]} of 3 ({years})"
+    variants = brain_regions.VARIANTS
+    ordered = sorted(rows, key=lambda row: (row[1], row[0]))
+    return Table(
+        ["rate of the free epochs", "input", *variants],
+        [[*row, *(rows[row].get(variant, "–") for variant in variants)] for row in ordered],
+    )
+
+
+def ixi50() -> Table:
+    """Errors inside batch B, of the study without changes."""
+    usual = {"init": "random", "register": "none", "changes": {}}
+    records = [record for record in lines_of("brain_ixi50") if usual.items() <= record["settings"].items()]
+    return relabelled(brain_ixi50.tables(records, brain_ixi50.Options(Path()))[0], ESTIMATES)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "cifar10": cifar10,
+    "bars": bars,
+    "parts": parts,
+    "growth": growth,
+    "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
+    "routers-layer": routers_layer,
+    "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
+    "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
+    "brain-regions": regions,
+    "brain-region-rates": region_rates,
+    "brain-ixi50": ixi50,
+    **{name: partial(of_paper, name) for name in ENTRIES},
+    "threshold": lambda: of_paper(
+        "threshold",
+        TINY,
+        "fallback, ERMoE (paper's rule)",
+        "fallback, ERMoE with offsets",
+        "pruned: experts a token",
+        "pruned: accuracy",
+    ),
+    "top-k": lambda: of_paper(
+        "top-k", TINY, "accuracy, swept", "accuracy, retrained", "tail mass, swept", "time of a pass, k = 2 is 1"
+    ),
+    "balance": lambda: of_paper("balance", TINY, "paper", "load CV²", "busiest expert", "accuracy"),
+    "lambda": lambda: of_paper("lambda", CIFAR, "paper", "validation loss", "accuracy", "drift ‖UᵀU−I‖₂"),
+    "ablation": lambda: of_paper(
+        "ablation",
+        PROBED,
+        "paper: 5-shot",
+        "5 epochs",
+        "5 images a class",
+        "paper: load CV²",
+        "load CV²",
+        "paper: fallback %",
+        "fallback",
+    ),
+}
+
+
+def documents() -> Sequence[Path]:
+    """All that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def written_anew(document: Path) -> str:
+    """A document as its records have it."""
+    return filled_in(document.read_text(encoding="utf-8"), TABLES)
+
+
+def main() -> None:
+    for document in documents():
+        text = written_anew(document)
+        if text != document.read_text(encoding="utf-8"):
+            with replacing(document) as draft:
+                draft.write_text(text, encoding="utf-8")
+            print(f"written: {document.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

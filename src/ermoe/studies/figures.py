@@ -1,0 +1,89 @@
+"""What the figures of several seeds say together: means, spreads, and whether a difference is more than noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from scipy.special import stdtrit
+
+from ermoe.studies.record import Record
+
+
+def figures_of(records: Sequence[Record], name: str, *path: str) -> list[float]:
+    """One figure of all runs called ``name``, a value a seed; what is not known is left out.
+
+    >>> figures_of([{"name": "a", "figures": {"x": {"y": 1.0}}}, {"name": "b", "figures": {}}], "a", "x", "y")
+    [1.0]
+    """
+    values = []
+    for record in records:
+        if record["name"] == name:
+            value: Any = record["figures"]
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                values.append(value)
+    return values
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation; 0 of fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def cell(values: Sequence[float], style: str = ".2%") -> str:
+    """Mean ± standard deviation over seeds.
+
+    >>> cell([0.5, 0.6]), cell([]), cell([3.25], ".1f")
+    ('55.00% ± 7.07%', '–', '3.2')
+    """
+    if not values:
+        return "–"
+    spread = f" ± {deviation(values):{style}}" if len(values) > 1 else ""
+    return f"{mean(values):{style}}{spread}"
+
+
+def verdict(
+    ours: Sequence[float], theirs: Sequence[float], *, larger: str, smaller: str, what: str, form: str = ".3g"
+) -> str:
+    """A sentence on a difference: which way it goes, and whether its 95 % interval over seeds excludes zero.
+
+    >>> verdict([0.90, 0.91, 0.90], [0.50, 0.52, 0.51], larger="A", smaller="B", what="accuracy")
+    'accuracy: A is above B by 0.393, more than the noise of 3 seeds (95 % interval ± 0.0205).'
+    """
+    if not ours or not theirs:
+        return f"{what}: nothing to compare."
+    gap = mean(ours) - mean(theirs)
+    if float(format(abs(gap), form).rstrip("%")) == 0:
+        return f"{what}: {larger} and {smaller} are equal."
+    first, second = (larger, smaller) if gap >= 0 else (smaller, larger)
+    count = min(len(ours), len(theirs))
+    if count < 2:
+        return f"{what}: {first} is above {second} by {abs(gap):{form}}; one seed says nothing about noise."
+    margin = welch_margin(ours, theirs)
+    size = "more than" if abs(gap) > margin else "inside"
+    noise = f"{size} the noise of {count} seeds (95 % interval ± {margin:{form}})"
+    return f"{what}: {first} is above {second} by {abs(gap):{form}}, {noise}."
+
+
+def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Half of the 95 % interval of the difference of two means, by Welch's t: three seeds know little of their spread.
+
+    >>> round(welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
+    2.27
+    """
+    squares = [deviation(values) ** 2 / len(values) for values in (ours, theirs)]
+    if sum(squares) == 0:
+        return 0.0
+    freedom = sum(squares) ** 2 / sum(
+        square**2 / (len(values) - 1) for square, values in zip(squares, (ours, theirs), strict=True)
+    )
+    return float(stdtrit(freedom, 0.975)) * math.sqrt(sum(squares))

@@ -1,0 +1,201 @@
+"""The record of a run: a line of JSON in the file of its study, which says once what many runs have in common.
+
+A file has two kinds of lines. One says where runs come from, the other is a run and names the first::
+
+    {"environment": "6f1c09aa", "command": …, "threads": …, "commit": …, "machine": …, "versions": …}
+    {"study": …, "name": …, "seed": …, "settings": …, "figures": …, "seconds": …, "environment": "6f1c09aa"}
+
+A line is added when its run is over; nothing is ever rewritten but a last line that a kill has torn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ermoe.errors import UserError
+from ermoe.files import append, replacing
+from ermoe.train.run_folder import read_lines
+
+Record = dict[str, Any]
+RECORDS = "records.jsonl"
+"""The name of the file in the folder of a study."""
+_PACKAGES = ("ermoe", "torch", "timm", "transformers", "open_clip_torch", "st-moe-pytorch", "soft-moe-pytorch")
+_AROUND = ("command", "threads", "commit", "machine", "versions", "ran_on")
+
+
+def new_record(
+    study: str,
+    name: str,
+    *,
+    seed: int = 0,
+    settings: dict[str, Any],
+    figures: dict[str, Any],
+    seconds: float | None = None,
+    **environment: Any,
+) -> Record:
+    """A run that is just over, here and now; ``environment`` is what else it shares with others."""
+    return {
+        "study": study,
+        "name": name,
+        "seed": seed,
+        "settings": settings,
+        "figures": figures,
+        "seconds": None if seconds is None else round(seconds, 1),
+        "environment": {
+            "command": command_line(),
+            "threads": torch.get_num_threads(),
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+            **environment,
+        },
+    }
+
+
+def read_records(path: Path) -> list[Record]:
+    """All runs in a file, each with its whole environment; none where there is no file."""
+    environments: dict[str, Any] = {}
+    records = []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            if "name" not in line:
+                environments[line.pop("environment")] = line
+            else:
+                records.append({**line, "environment": environments[line["environment"]]})
+        except (KeyError, TypeError) as problem:
+            raise UserError(f"{path}, line {number}, is no run whose environment the file has: remove it") from problem
+    return records
+
+
+def add_records(path: Path, *records: Record) -> list[Record]:
+    """Adds runs, and those of their environments that the file has not; returns them as they will be read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     own = {"name": "a", "seed": 1, "figures": {"x": math.nan}, "environment": {"commit": "0e424b7"}}
+    ...     added = add_records(Path(folder, "study.jsonl"), own, {**own, "seed": 2})
+    ...     (
+    ...         added == read_records(Path(folder, "study.jsonl")),
+    ...         added[0]["figures"],
+    ...         len(_lines(Path(folder, "study.jsonl"))),
+    ...     )
+    (True, {'x': None}, 3)
+    """
+    earlier = _lines(path)
+    known = {line["environment"] for line in earlier if "name" not in line}
+    lines, added = [], [as_json(record) for record in records]
+    for record in added:
+        around = record["environment"]
+        number = hashlib.sha256(json.dumps(around, sort_keys=True).encode()).hexdigest()[:8]
+        if number not in known:
+            known.add(number)
+            lines.append({"environment": number, **around})
+        lines.append({**record, "environment": number})
+    _mend(path, _text(earlier))
+    append(path, _text(lines))
+    return added
+
+
+def adopt(path: Path, study: str, files: Iterable[Path]) -> None:
+    """Takes over what earlier versions left, one JSON a run, if ``path`` is not there yet; the files stay."""
+    if not path.is_file() and (runs := [_earlier_run(study, file) for file in sorted(files)]):
+        with replacing(path) as draft:
+            add_records(draft, *runs)
+
+
+def _earlier_run(study: str, file: Path) -> Record:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        around = {key: record.pop(key) for key in _AROUND if key in record}
+        name = record.pop("name", None) or record.pop("preset", file.stem)
+        figures = record.pop("figures") if "figures" in record else record.pop(file.stem)
+        seconds = record.pop("seconds", record.pop("wall_seconds", None))
+        settings = {**record.pop("config", {}), **record.pop("settings", {})}
+        seed, _ = record.pop("seed", 0), record.pop("study", study)
+    except (ValueError, KeyError, AttributeError, TypeError) as problem:
+        raise UserError(f"{file} is damaged: remove it, and its run is repeated") from problem
+    own = {"study": study, "name": name, "seed": seed, "settings": {**settings, **record}}
+    return {**own, "figures": figures, "seconds": seconds, "environment": around}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.is_file() else []
+
+
+def _text(lines: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+
+
+def _mend(path: Path, whole: bytes) -> None:
+    """Makes the file, and cuts off a torn last line, which would damage what is added."""
+    if not path.is_file() or path.read_bytes() != whole:
+        with replacing(path) as draft:
+            draft.write_bytes(whole)
+
+
+def as_json(value: Any) -> Any:
+    """As JSON will have it: keys are strings, tuples are lists, and NaN, which it does not know, is null."""
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def command_line() -> str:
+    """What was typed to come here."""
+    script = Path(sys.argv[0])
+    is_script = script.suffix == ".py" and script.name != "__main__.py"
+    program = ["python", f"{script.parent.name}/{script.name}"] if is_script else ["ermoe"]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that takes part."""
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
+def commit() -> str:
+    """The commit of the checkout this code runs from, with "+" for uncommitted changes; "" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", ":/src"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
