@@ -14,7 +14,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from ermoe.analysis import measures
-from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.analysis.summary import over_layers
 from ermoe.data.augment import NO_AUGMENTATION, Augmentation, Batch, Transform
 from ermoe.data.images import Images
@@ -22,6 +22,7 @@ from ermoe.data.loader import Loader, some_batches
 from ermoe.data.order import Order
 from ermoe.errors import UserError
 from ermoe.models.calibrate import settle_offsets
+from ermoe.nn import moe_layers
 from ermoe.train.distributed import Processes, sum_over_processes
 from ermoe.train.settings import Training
 

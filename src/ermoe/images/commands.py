@@ -126,11 +126,12 @@ class Evaluate:
     """Also write an HTML report of the routing to this file."""
 
     def __call__(self, console: Console) -> None:
-        from ermoe.analysis.recorder import moe_layers, record_routing
+        from ermoe.analysis.recorder import record_routing
         from ermoe.analysis.summary import over_layers
         from ermoe.data.catalogue import open_images
         from ermoe.data.loader import Loader
         from ermoe.images.classification import evaluate, transform_for
+        from ermoe.nn import moe_layers
 
         model, images = _load(self.model, self.device), open_images(self.data, "test")
         console.print(images.found, highlight=False, soft_wrap=True)
