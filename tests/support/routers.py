@@ -1,5 +1,7 @@
 """Every router of the registry, with its variants, as tests build them."""
 
+from dataclasses import replace
+
 import torch
 
 from ermoe.nn.registry import LAYERS, build_layer
@@ -11,7 +13,7 @@ VARIANTS = {
     "loss-free": [{}, {"score": "softmax", "normalise": True}],
     "cosine": [{"proj_dim": 8}, {"proj_dim": 8, "top_k": 1, "gshard_weight": 0.0}],
     "v-moe": [{"group_size": 2}, {"capacity_factor": None}, {"capacity_factor": 0.5, "batch_priority": "always"}],
-    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4, "capacity_rounding": "round"}],
+    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4}],
     "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1}],
     "base": [{}],
     "clip-moe": [{}],
@@ -42,6 +44,6 @@ def inputs(batch=4, tokens=12, *, seed=1, dtype=torch.float32):
 
 def without_noise(layer):
     for module in layer.modules():
-        if hasattr(module, "noise_std"):
-            module.noise_std = 0.0
+        if hasattr(module, "settings") and hasattr(module.settings, "noise_std"):
+            module.settings = replace(module.settings, noise_std=0.0)
     return layer

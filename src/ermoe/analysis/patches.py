@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from ermoe.analysis.recorder import moe_layers
-from ermoe.nn import Routing
+from ermoe.nn import Routing, moe_layers
 
 _NOBODY = "#d9dce3"
 _SMALLEST_SIDE = 96

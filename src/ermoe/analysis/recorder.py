@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +16,7 @@ from ermoe.analysis import measures
 from ermoe.analysis.summary import MEASURES, Summary, geometry_figures, markdown, routing_figures
 from ermoe.analysis.tally import Tally
 from ermoe.errors import UserError
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-def moe_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that offer their routing to observers, by name; wrappers such as DDP leave no trace in the names.
-
-    Such a layer has a list ``observers`` of functions of a `Routing`, and ``experts``; most have a ``router`` too.
-
-    >>> from ermoe.nn import EigenMoE
-    >>> list(moe_layers(nn.Sequential(nn.Linear(16, 16), EigenMoE(16, num_experts=2))))
-    ['1']
-    """
-    return {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "observers", None), list)
-    }
+from ermoe.nn import MixtureLayer, moe_layers
 
 
 def record_routing(
@@ -192,12 +174,11 @@ def _names(classes: int | Iterable[str] | None) -> list[str]:
     return [str(c) for c in (range(classes) if isinstance(classes, int) else classes)]
 
 
-def _tally(layer: Any, *, num_classes: int, probe_tokens: int) -> Tally:
-    router = getattr(layer, "router", None)
+def _tally(layer: MixtureLayer, *, num_classes: int, probe_tokens: int) -> Tally:
     return Tally(
         layer.experts.num_experts,
-        top_k=getattr(router, "top_k", None),
-        threshold=getattr(router, "threshold", None),
+        top_k=None if layer.router is None else layer.router.top_k,
+        threshold=None if layer.router is None else layer.router.threshold,
         num_classes=num_classes,
         probe_tokens=probe_tokens,
         device=next(layer.parameters()).device,

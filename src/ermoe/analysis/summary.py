@@ -9,15 +9,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from ermoe.analysis import measures
 from ermoe.analysis.tally import Tally
+from ermoe.nn import MixtureLayer
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
-from ermoe.nn.scores import Score
 from ermoe.nn.sharding import whole
 
 Summary = dict[str, dict[str, float]]
@@ -91,7 +90,7 @@ def routing_figures(tally: Tally) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items()}
 
 
-def geometry_figures(layer: nn.Module) -> dict[str, float]:
+def geometry_figures(layer: MixtureLayer) -> dict[str, float]:
     """The measures of a layer's bases, as they are now; NaN for a layer without any."""
     basis_EDr = routing_basis(layer)
     return {
@@ -109,12 +108,13 @@ def basis_errors(layer: nn.Module) -> dict[str, float]:
     }
 
 
-def routing_basis(layer: Any) -> Tensor | None:
+def routing_basis(layer: MixtureLayer) -> Tensor | None:
     """The columns (E, D, r) by which a layer routes, or None if it does not route by a basis."""
-    score = getattr(getattr(layer, "router", None), "score", None)
-    if not isinstance(score, Score) or not score.needs_basis:
+    score = layer.score
+    if score is None or not score.needs_basis:
         return None
     basis = score.basis if score.basis is not None else layer.experts.token_basis
+    assert basis is not None
     return _on_cpu(basis)[:, :, : score.route_rank]
 
 

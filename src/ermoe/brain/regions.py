@@ -7,7 +7,7 @@ Letters: B volumes, G = B groups of S tokens, T = G·S tokens, D width, E expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.analysis.recorder import moe_layers
 from ermoe.brain.batches import ScanSet, VolumeBatch, VolumeLoader
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.estimation import Estimation, as_model
 from ermoe.errors import UserError
-from ermoe.nn import Routing
-from ermoe.nn.routers import TopKRouter
-from ermoe.nn.scores import PrototypeScore, cosine, project
+from ermoe.nn import EigenMoE, PrototypeScore, Routing, moe_layers
+from ermoe.nn.scores import cosine, project
 
 NUM_REGIONS = len(TISSUES)
 _SHARPNESS = 0.1
@@ -37,56 +35,28 @@ def expert_name(expert: int) -> str:
     return f"{TISSUES[expert]}_expert" if expert < NUM_REGIONS else f"free_expert{expert - NUM_REGIONS}"
 
 
-class ForcedRouter(TopKRouter):
-    """A `TopKRouter` that, for a while, sends all tokens of a volume to one expert and counts nothing."""
-
-    expert_G: Tensor
-
-    def forward(
-        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
-    ) -> Routing:
-        """Weight 1 on the expert of each group; scores are what they would have been."""
-        context_TD = None if context_GSD is None else context_GSD.flatten(0, 1)
-        expert_T1 = self.expert_G.to(x_GSD.device).repeat_interleave(x_GSD.shape[1]).unsqueeze(1)
-        kept_T1 = None if mask_GS is None else mask_GS.reshape(-1, 1)
-        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
-        weight_T1 = torch.ones(expert_T1.shape, dtype=x_GSD.dtype, device=x_GSD.device)
-        return Routing.from_choice(
-            expert_T1,
-            weight_T1,
-            num_experts=self.num_experts,
-            kept_TK=kept_T1,
-            mask_T=mask_T,
-            score_TE=self.score(x_GSD.flatten(0, 1), context_TD, basis_EDR),
-        )
-
-    def observe(self, routing: Routing) -> None:
-        """Offsets learn nothing from choices that were not free."""
-
-
 @contextmanager
 def forced(model: nn.Module, expert_G: Tensor) -> Iterator[list[Routing]]:
-    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``; yields what they did.
-
-    Routers change their class and keep their parameters and names, so optimisers and checkpoints notice nothing.
-    """
-    layers = list(moe_layers(model).values())
-    routers: list[Any] = [getattr(layer, "router", None) for layer in layers]
-    if not all(type(router) is TopKRouter for router in routers):
-        raise UserError("only the routers of ERMoE layers can be forced: build the model with method 'ermoe'")
-    for router in routers:
-        router.__class__, router.expert_G = ForcedRouter, expert_G
+    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``; yields what they did."""
+    layers = _eigen_layers(model)
     routings: list[Routing] = []
-    for layer in layers:
+    for layer in layers.values():
+        layer.forced_G = expert_G
         layer.observers.append(routings.append)
     try:
         yield routings
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer.observers.remove(routings.append)
-        for router in routers:
-            router.__class__ = TopKRouter
-            del router.expert_G
+            layer.forced_G = None
+
+
+def _eigen_layers(model: nn.Module) -> dict[str, EigenMoE]:
+    found = moe_layers(model)
+    layers = {name: layer for name, layer in found.items() if isinstance(layer, EigenMoE)}
+    if len(layers) < len(found):
+        raise UserError("only the routers of ERMoE layers can be forced: build the model with method 'ermoe'")
+    return layers
 
 
 class RegionWarmStart(Estimation):
@@ -101,7 +71,7 @@ class RegionWarmStart(Estimation):
 
     def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
         assert batch.region_B is not None
-        layers = moe_layers(self.model)
+        layers = _eigen_layers(self.model)
         with forced(self.model, batch.region_B), _entering(layers) as seen:
             loss = super().loss(network, batch)
         recognition = [_recognition_loss(layer, *seen[name], batch.region_B) for name, layer in layers.items()]
@@ -109,9 +79,10 @@ class RegionWarmStart(Estimation):
 
 
 def _recognition_loss(
-    layer: Any, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor, region_G: Tensor
+    layer: EigenMoE, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor, region_G: Tensor
 ) -> Tensor:
-    score = _score(layer)
+    score = layer.score
+    assert score is not None
     own_GS = region_G.unsqueeze(1).expand(mask_GS.shape)
     cube_GS = mask_GS.clone()
     cube_GS[:, 0] = False  # the class token is no place
@@ -119,7 +90,7 @@ def _recognition_loss(
     if isinstance(score, PrototypeScore):
         sum_Rr = _direction_sums(layer, x_GSD, mask_GS, region_G)
         psi_Er = torch.cat([sum_Rr, score.psi[NUM_REGIONS:]])
-        basis_EDr = score._routing_basis(basis_EDR)
+        basis_EDr = score.routing_basis(basis_EDR)
         assert basis_EDr is not None
         score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)
     else:
@@ -152,8 +123,9 @@ def point_prototypes(model: nn.Module, loader: VolumeLoader) -> None:
     ψ_e ∝ Σ_T Uᵀx / ‖Uᵀx‖ over the tokens that contain tissue e, as they enter the layer while routing is forced. Layers
     whose score has no ψ are left alone.
     """
-    layers = {name: layer for name, layer in moe_layers(model).items() if isinstance(_score(layer), PrototypeScore)}
-    sums = {name: torch.zeros_like(_score(layer).psi[:NUM_REGIONS]) for name, layer in layers.items()}
+    layers = {name: layer for name, layer in _eigen_layers(model).items() if isinstance(layer.score, PrototypeScore)}
+    psi = {name: layer.score.psi for name, layer in layers.items() if isinstance(layer.score, PrototypeScore)}
+    sums = {name: torch.zeros_like(psi_Er[:NUM_REGIONS]) for name, psi_Er in psi.items()}
     model.eval()
     for (batch,) in loader.epoch():
         assert batch.region_B is not None
@@ -161,15 +133,16 @@ def point_prototypes(model: nn.Module, loader: VolumeLoader) -> None:
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
         for name, (x_GSD, _, mask_GS) in seen.items():
             sums[name] += _direction_sums(layers[name], x_GSD, mask_GS, batch.region_B)
-    for name, layer in layers.items():
+    for name, psi_Er in psi.items():
         length = sums[name].norm(dim=1, keepdim=True)
-        _score(layer).psi[:NUM_REGIONS] = torch.where(length > 0, sums[name] / length, _score(layer).psi[:NUM_REGIONS])
+        psi_Er[:NUM_REGIONS] = torch.where(length > 0, sums[name] / length, psi_Er[:NUM_REGIONS])
 
 
-def _direction_sums(layer: Any, x_GSD: Tensor, mask_GS: Tensor, region_G: Tensor) -> Tensor:
+def _direction_sums(layer: EigenMoE, x_GSD: Tensor, mask_GS: Tensor, region_G: Tensor) -> Tensor:
     """Σ Uᵀx / ‖Uᵀx‖ over the cubes of each region, (3, r); the class token, which is no place, is left out."""
-    score = _score(layer)
-    basis_EDr = score._routing_basis(layer.experts.token_basis)
+    assert layer.score is not None
+    basis_EDr = layer.score.routing_basis(layer.experts.token_basis)
+    assert basis_EDr is not None
     direction_TEr = nn.functional.normalize(project(x_GSD[:, 1:].flatten(0, 1), basis_EDr), dim=-1)
     direction_GSEr = direction_TEr.view(*x_GSD[:, 1:].shape[:2], *direction_TEr.shape[1:])
     total = []
@@ -179,12 +152,8 @@ def _direction_sums(layer: Any, x_GSD: Tensor, mask_GS: Tensor, region_G: Tensor
     return torch.stack(total)
 
 
-def _score(layer: Any) -> Any:
-    return getattr(getattr(layer, "router", None), "score", None)
-
-
 @contextmanager
-def _entering(layers: dict[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor | None, Tensor]]]:
+def _entering(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor | None, Tensor]]]:
     """Collects what enters each layer in one forward pass: tokens, their context and which of them are real."""
     seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 

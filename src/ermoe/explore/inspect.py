@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from ermoe.analysis.patches import patch_experts, patch_grid
-from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images
@@ -33,6 +32,7 @@ from ermoe.explore.inspection_page import inspection_page
 from ermoe.explore.patch_viewer import Patched
 from ermoe.images.classification import transform_for
 from ermoe.models.io import load
+from ermoe.nn import Router, moe_layers
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 from ermoe.train.run_folder import RunFolder, model_folder, read_lines
@@ -185,7 +185,7 @@ def _by_k(model: nn.Module, images: Images, settings: Settings, own_N: Tensor) -
     index_P = spread_out(len(images), settings.k_images)
     if not routers or not len(index_P):
         return []
-    own, most = routers[0].top_k, min(router.num_experts for router in routers)
+    own, most = routers[0].top_k or 0, min(router.num_experts for router in routers)
     transform, label_P = transform_for(model), images.label_N[torch.from_numpy(index_P)]
     batches = [
         (torch.from_numpy(part), transform.device(transform.host(images, part, 0), images.label_N[part], part, 0).image)
@@ -203,10 +203,11 @@ def _by_k(model: nn.Module, images: Images, settings: Settings, own_N: Tensor) -
     return found
 
 
-def routers_with_k(model: nn.Module) -> list[Any]:
+def routers_with_k(model: nn.Module) -> list[Router]:
     """The routers of all layers, if each token chooses a number of experts in every one of them."""
-    routers = [getattr(layer, "router", None) for layer in moe_layers(model).values()]
-    return routers if all(isinstance(getattr(router, "top_k", None), int) for router in routers) else []
+    layers = moe_layers(model).values()
+    routers = [layer.router for layer in layers if layer.router is not None and layer.router.top_k is not None]
+    return routers if len(routers) == len(layers) else []
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from ermoe.analysis import measures
-from ermoe.analysis.recorder import RoutingRecorder, moe_layers, record_routing
+from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.analysis.summary import over_layers
 from ermoe.data.augment import Batch, Transform
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
@@ -22,6 +22,7 @@ from ermoe.errors import UserError
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
 from ermoe.models.calibrate import settle_offsets
+from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.nn.sharding import own_experts

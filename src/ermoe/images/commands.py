@@ -79,11 +79,12 @@ class Evaluate:
     """Also write an HTML report of the routing to this file."""
 
     def __call__(self, console: Console) -> None:
-        from ermoe.analysis.recorder import moe_layers, record_routing
+        from ermoe.analysis.recorder import record_routing
         from ermoe.analysis.summary import over_layers
         from ermoe.data.catalogue import open_images
         from ermoe.images.classification import evaluate, transform_for
         from ermoe.images.run import check_classes
+        from ermoe.nn import moe_layers
         from ermoe.train.loader import Loader
 
         images = open_images(self.data, "test")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ermoe.errors import UserError
 from ermoe.models.batches import refuse_tensor, run
 from ermoe.models.equal_load import equal_load_offsets
-from ermoe.nn import MeanBalance, MoE, TopKRouter
+from ermoe.nn import MeanBalance, MixtureLayer, TopKRouter, moe_layers
 
 _MAX_THRESHOLD = 1 - 1e-6
 _CANDIDATES = 24
@@ -136,11 +136,7 @@ def _routers(model: nn.Module, budget: float | None) -> dict[str, TopKRouter]:
 
 
 def _top_k_routers(model: nn.Module) -> dict[str, TopKRouter]:
-    return {
-        name: layer.router
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoE) and isinstance(layer.router, TopKRouter)
-    }
+    return {name: layer.router for name, layer in moe_layers(model).items() if isinstance(layer.router, TopKRouter)}
 
 
 class _Sample:
@@ -179,9 +175,10 @@ def _sample_scores(
     model: nn.Module, names: Iterable[str], batches: Iterable[Any], max_tokens: int, seed: int
 ) -> dict[str, _Sample]:
     samples = {name: _Sample(max_tokens, seed) for name in names}
+    layers = moe_layers(model)
     with ExitStack() as hooks:
         for name, sample in samples.items():
-            hook = model.get_submodule(name).register_forward_hook(_scorer(sample), with_kwargs=True)
+            hook = layers[name].register_forward_hook(_scorer(sample), with_kwargs=True)
             hooks.callback(hook.remove)
         if run(model, batches) == 0:
             raise UserError(
@@ -191,7 +188,7 @@ def _sample_scores(
 
 
 def _scorer(sample: _Sample) -> Any:
-    def score(layer: MoE, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+    def score(layer: MixtureLayer, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
         x = args[0]
         routing = layer.route(*args, **kwargs)
         assert routing.score_TE is not None

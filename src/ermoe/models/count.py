@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ermoe.errors import UserError
 from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock, needs_context
-from ermoe.models.static_path import expert_layers, input_shape, run_without_data
-from ermoe.nn import Experts, MoE
+from ermoe.models.sparse_block import SparseBlock
+from ermoe.models.static_path import input_shape, run_without_data
+from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
+from ermoe.nn.rivals.soft import SoftMoE
 
 _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
 
@@ -73,15 +74,15 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
         if not isinstance(block, SparseBlock):
             part["dense_ffn"] += ffn
             continue
-        layer = block.mlp
+        layer: MixtureLayer = block.mlp
         if isinstance(layer, MoE):
             part["routing"] += flops[f"{name}.mlp.router"]
             part["experts"] += round(num_tokens * layer.router.experts_per_token) * flops_per_row(layer.experts)
-        else:  # Soft MoE, all of whose slots are always full
+        elif isinstance(layer, SoftMoE):  # all of its slots are always full
             experts = layer.experts.num_experts * layer.slots_per_expert * flops_per_row(layer.experts)
             part["routing"] += ffn - experts
             part["experts"] += experts
-        if needs_context(layer):
+        if layer.needs_context:
             context = 2 * num_tokens**2 * layer.experts.dim
             part["context"] += context
             part["attention"] -= context
@@ -121,13 +122,12 @@ class _ZeroIfAbsent(dict[str, int]):
 def _idle_parameters(model: nn.Module) -> int:
     """Parameters of experts that a token does not meet, without the columns by which it decided so."""
     idle = 0
-    for layer in expert_layers(model).values():
+    for layer in moe_layers(model).values():
         if isinstance(layer, MoE):
             num_experts = layer.experts.num_experts
             per_expert = sum(p.numel() for p in layer.experts.parameters()) // num_experts
-            score = getattr(layer.router, "score", None)
-            basis = layer.experts.token_basis
+            score, basis = layer.score, layer.experts.token_basis
             if basis is not None and score is not None and score.needs_basis and score.basis is None:
-                per_expert -= basis.shape[1] * min(score.route_rank, basis.shape[2])
+                per_expert -= basis[0, :, : score.route_rank].numel()
             idle += round((num_experts - layer.router.experts_per_token) * per_expert)
     return idle

@@ -10,16 +10,13 @@ Letters: E experts, I input and O output width of one weight, R rank, r routing 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ermoe.errors import UserError
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.moments import Moments
-from ermoe.nn import DenseLinear, EigenLinear, MoE
-from ermoe.nn.scores import PrototypeScore, Score
+from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore
 
 _SMALLEST_RATIO = 1e-4
 
@@ -34,12 +31,11 @@ def interleaved(num_experts: int, rank: int) -> Tensor:
     return torch.stack([torch.cat(shares[expert:] + shares[:expert]) for expert in range(num_experts)])
 
 
-def refuse_equal_experts(layer: nn.Module, ffn: FFN) -> None:
+def refuse_equal_experts(layer: MixtureLayer, ffn: FFN) -> None:
     """Raises a UserError if `fill_from_dense` would give two experts the same routing columns, so the same scores."""
-    score = _score_of(layer)
+    score, experts = layer.score, layer.experts
     if score is None or score.route_rank is None or isinstance(score, PrototypeScore):  # each ψ is another
         return
-    experts: Any = layer.experts
     entry = ffn.up if ffn.gate is None else ffn.gate
     num_directions = min(entry.W.shape) if experts.token_basis is None else experts.token_basis.shape[2]
     num_distinct = num_directions if score.route_rank < num_directions else 1
@@ -49,11 +45,6 @@ def refuse_equal_experts(layer: nn.Module, ffn: FFN) -> None:
             "directions to share out, some experts would route by the same ones and nothing would tell them apart; use "
             f"at most {num_directions} experts and a smaller route_rank, or init='random'"
         )
-
-
-def _score_of(layer: nn.Module) -> Score | None:
-    score = getattr(getattr(layer, "router", None), "score", None)  # other routers have none, or a function of logits
-    return score if isinstance(score, Score) else None
 
 
 def svd(weight_IO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +73,7 @@ def svd(weight_IO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def fill_from_dense(layer: MoE, ffn: FFN, moments: Moments | None = None) -> None:
+def fill_from_dense(layer: MixtureLayer, ffn: FFN, moments: Moments | None = None) -> None:
     """Writes ``ffn`` into every expert of ``layer``, and its singular directions into the basis that routes.
 
     Weights whose rank is below full are truncated: in the metric of the activations if ``moments`` are known.
@@ -95,9 +86,8 @@ def fill_from_dense(layer: MoE, ffn: FFN, moments: Moments | None = None) -> Non
         else:
             truncated = _truncate(dense, stacked.s.shape[1], moments, is_down=stacked is down)
             _fill_eigen(stacked, truncated, interleave=stacked is not down)
-    score = _score_of(layer)
-    if score is not None and score.basis is not None:
-        _cut_basis(score.basis, ffn.up if ffn.gate is None else ffn.gate)
+    if layer.score is not None and layer.score.basis is not None:
+        _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
 
 
 def _copy_dense(stacked: DenseLinear, dense: Linear) -> None:
@@ -147,7 +137,7 @@ def _truncate(dense: Linear, rank: int, moments: Moments | None, *, is_down: boo
 
 
 @torch.no_grad()
-def output_error(layer: MoE, ffn: FFN, moments: Moments | None = None) -> float | None:
+def output_error(layer: MixtureLayer, ffn: FFN, moments: Moments | None = None) -> float | None:
     """‖f_e(x) − f(x)‖ / ‖f(x)‖ of the experts, which are all equal; None if their weights have full rank.
 
     On tokens kept from calibration, or on normalised random ones.

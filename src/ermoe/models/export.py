@@ -26,8 +26,8 @@ from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.batches import evaluating
 from ermoe.models.merge import merge
-from ermoe.models.static_path import every_expert, expert_layers, input_shape
-from ermoe.nn import MoE
+from ermoe.models.static_path import every_expert, input_shape
+from ermoe.nn import MoE, moe_layers
 from ermoe.nn.capacity import places
 
 PATHS = ("every-expert", "capacity")
@@ -105,7 +105,7 @@ def to_program(
 
 
 def _refuse_shared_places(model: nn.Module) -> None:
-    for name, layer in expert_layers(model).items():
+    for name, layer in moe_layers(model).items():
         if isinstance(layer, MoE) and layer.router.shares_places:
             raise UserError(
                 f"{name}: images of a batch share the places of its experts, so its graph depends on the batch: use "
@@ -141,9 +141,9 @@ def limit_places(model: nn.Module, capacity_factor: float) -> None:
     """Makes every layer of a model a `CapacityMoE`, in place; layers that choose nothing have static shapes already."""
     if not capacity_factor > 0:
         raise UserError(f"capacity_factor={capacity_factor}: use a positive number")
-    for name, layer in expert_layers(model).items():
+    for layer in moe_layers(model).values():
         if isinstance(layer, MoE):
-            limited: Any = model.get_submodule(name)
+            limited: Any = layer
             limited.__class__ = CapacityMoE
             limited.capacity_factor = capacity_factor
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.nn import Experts, MoE
+from ermoe.nn import MixtureLayer
 
 _HEADS = ("head", "head_dist", "heads", "classifier", "fc_norm", "attn_pool")
 
@@ -54,7 +54,7 @@ def _parts(model: nn.Module) -> dict[str, str]:
     """The part to which each parameter belongs."""
     part_of = {name: "head" if name.partition(".")[0] in _HEADS else "backbone" for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
-        if isinstance(module, MoE) or isinstance(getattr(module, "experts", None), Experts):
+        if isinstance(module, MixtureLayer):
             for name, _ in module.named_parameters():
                 full_name = f"{prefix}.{name}" if prefix else name
                 part_of[full_name] = "experts" if name.startswith("experts.") else "router"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ermoe.nn import attend, context
+from ermoe.nn import MixtureLayer, attend, context
 
 CONTEXT_SOURCES = ("features", "attention")
 
@@ -26,7 +26,7 @@ class SparseBlock(nn.Module):
     """
 
     dense_class: type[nn.Module]
-    mlp: Any
+    mlp: Any  # a MixtureLayer, where the dense block has a network of its own
     context_of: str
     context_grad: bool
 
@@ -36,7 +36,8 @@ class SparseBlock(nn.Module):
     @property
     def needs_weights(self) -> bool:
         """Whether the router asks where tokens looked; if not, the backbone's own attention runs untouched."""
-        return needs_context(self.mlp)
+        layer: MixtureLayer = self.mlp
+        return layer.needs_context
 
     def mix(
         self, z_BND: Tensor, alpha_BNN: Tensor | None, attended_BND: Tensor, mask_BN: Tensor | None = None
@@ -54,18 +55,13 @@ class SparseBlock(nn.Module):
         return attend(q, k, v, bias=bias, scale=scale, dropout=dropout, weights_grad=self.context_grad)
 
 
-def needs_context(layer: Any) -> bool:
-    """Whether an expert layer scores tokens against their attention context; Soft MoE has no router that could."""
-    return bool(getattr(getattr(layer, "router", None), "needs_context", False))
-
-
 def dense_network(block: Any) -> nn.Module:
     """The feed-forward module of a dense block, or what is left of it in a sparse one: everything but its weights."""
     return block._skeleton[0] if isinstance(block, SparseBlock) else block.mlp
 
 
 def sparsify(
-    block: Any, layer: nn.Module, sparse_class: type[SparseBlock], *, context_of: str, context_grad: bool
+    block: Any, layer: MixtureLayer, sparse_class: type[SparseBlock], *, context_of: str, context_grad: bool
 ) -> None:
     """Puts an expert layer in the place of the block's feed-forward network."""
     skeleton = copy.deepcopy(block.mlp.to("meta"))

@@ -12,7 +12,7 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import CONTEXT_SOURCES
-from ermoe.nn import no_weight_decay
+from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import build_layer, options_of
 
 # Options of expert layers that follow from the network they replace.
@@ -60,7 +60,7 @@ class Sparsity:
         if unknown:
             raise UserError(f"router={self.router!r} has no option {', '.join(unknown)}: it has {', '.join(known)}")
 
-    def layer_like(self, ffn: FFN) -> nn.Module:
+    def layer_like(self, ffn: FFN) -> MixtureLayer:
         """An expert layer of the shape and precision of ``ffn``, on the meta device."""
         known = options_of(self.router)
         options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}

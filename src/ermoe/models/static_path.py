@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch.func import functional_call
 from ermoe.errors import UserError
 from ermoe.models.batches import evaluating
 from ermoe.models.families import family_of
-from ermoe.nn import Experts
+from ermoe.nn import moe_layers
 
 
 def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -56,17 +55,10 @@ def run_without_data(model: nn.Module, shape: tuple[int, ...]) -> None:
         functional_call(model, weightless, (images,))
 
 
-def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Every layer of experts in a model, by name; also those that mix without choosing, like Soft MoE."""
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(getattr(layer, "experts", None), Experts)
-    }
-
-
 @contextmanager
 def every_expert(model: nn.Module) -> Iterator[None]:
     """Within it, all experts run on all tokens: E / K times the work, the same numbers, static shapes."""
-    before = {layer: layer.every_expert for layer in expert_layers(model).values()}
+    before = {layer: layer.every_expert for layer in moe_layers(model).values()}
     try:
         for layer in before:
             layer.every_expert = True

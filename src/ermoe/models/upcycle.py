@@ -14,9 +14,8 @@ from ermoe.errors import UserError
 from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.families import Family, family_of
 from ermoe.models.moments import Moments, collect
-from ermoe.models.sparse_block import SparseBlock, needs_context, sparsify
+from ermoe.models.sparse_block import SparseBlock, sparsify
 from ermoe.models.sparsity import Sparsity, choose_blocks, mark_sparse
-from ermoe.nn import MoE
 from ermoe.nn.registry import LAYERS, options_of
 
 _log = logging.getLogger("ermoe")
@@ -125,7 +124,7 @@ def _defect(family: Family, block: nn.Module, sparsity: Sparsity, init: str) -> 
     layer = sparsity.layer_like(ffn)
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
-    return ffn.defect() or (family.no_context(block) if needs_context(layer) else None)
+    return ffn.defect() or (family.no_context(block) if layer.needs_context else None)
 
 
 def _convert(
@@ -138,11 +137,11 @@ def _convert(
 ) -> float | None:
     """Makes one block sparse; returns the relative error of its output if the rank of its weights was cut."""
     ffn = family.ffn(block)
-    layer: Any = sparsity.layer_like(ffn)
+    layer = sparsity.layer_like(ffn)
     error = None
     if not ffn.up.W.is_meta:
         _materialise(layer, ffn.up.W.device)
-        start_router(layer, generator)
+        layer.reset_router(generator)
         if init == "random":
             layer.experts.reset_parameters(generator)
         elif init == "same":
@@ -158,12 +157,6 @@ def _materialise(layer: nn.Module, device: torch.device) -> None:
     """Memory for a layer on the meta device. `to_empty` does the same by way of torch's symbolic shapes, whose import
     takes two seconds."""
     layer._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-
-
-def start_router(layer: Any, generator: torch.Generator | None) -> None:
-    """Initialises all of a layer but its experts; for Soft MoE, which has no router, everything."""
-    initialise = layer.router.reset_parameters if isinstance(layer, MoE) else layer.reset_parameters
-    initialise(generator)
 
 
 def _report(model: Any, errors: dict[str, float], *, measured: bool) -> None:

@@ -2,8 +2,10 @@
 
 from ermoe.nn.attention import ContextAttention, attend, context
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance, update_balance
+from ermoe.nn.eigen import EigenMoE
 from ermoe.nn.experts import DenseLinear, EigenLinear, Experts, build_experts
-from ermoe.nn.moe import EigenMoE, MoE
+from ermoe.nn.layer import MixtureLayer, moe_layers
+from ermoe.nn.moe import MoE
 from ermoe.nn.orthogonality import Retraction, no_weight_decay, orthogonality_loss, retract
 from ermoe.nn.routers import Router, TopKRouter
 from ermoe.nn.routing import Routing
@@ -20,6 +22,7 @@ __all__ = [
     "Experts",
     "LogitScore",
     "MeanBalance",
+    "MixtureLayer",
     "MoE",
     "OffsetBalance",
     "PrototypeScore",
@@ -31,6 +34,7 @@ __all__ = [
     "attend",
     "build_experts",
     "context",
+    "moe_layers",
     "no_weight_decay",
     "orthogonality_loss",
     "retract",

@@ -121,11 +121,10 @@ class MeanBalance(Balance):
 
     def move(self, seen: Seen) -> None:
         """An exponential mean that is a plain average until it has seen 1 / momentum updates."""
-        if seen.num_tokens == 0:
-            return
-        self.num_updates += 1
-        share = (1 / self.num_updates.float()).clamp_min(self.momentum)
-        self.offset_E.lerp_(-seen.score_sum_E / seen.num_tokens, share)
+        has_seen = seen.num_tokens > 0
+        self.num_updates += has_seen
+        share = (1 / self.num_updates.clamp_min(1)).clamp_min(self.momentum) * has_seen
+        self.offset_E.lerp_(-seen.score_sum_E / seen.num_tokens.clamp_min(1), share)
 
 
 def _moved_in_float32(old: Tensor, new: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROUNDINGS = ("ceil", "round")
-
 
 def places(
     num_tokens: int,
@@ -38,12 +36,10 @@ def places_per_group(
     num_experts: int,
     capacity_factor: float,
     multiple_of: int = 1,
-    rounding: str = "ceil",
 ) -> Tensor:
     """`places` for groups with padding, (G,): only real tokens count, so padding does not change who gets in."""
     exact_G = mask_GS.sum(1).double() * top_k * capacity_factor / num_experts
-    wanted_G = (exact_G.ceil() if rounding == "ceil" else exact_G.round()).long()
-    return (wanted_G.clamp_min(1) + multiple_of - 1) // multiple_of * multiple_of
+    return (exact_G.ceil().long().clamp_min(1) + multiple_of - 1) // multiple_of * multiple_of
 
 
 def queue_positions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ermoe.nn import products
 from ermoe.nn.basis import random_basis
 from ermoe.nn.products import Products
+from ermoe.nn.start import Start, parameter
 
 
 class EigenLinear(nn.Module):
@@ -30,9 +31,7 @@ class EigenLinear(nn.Module):
         rank: int,
         *,
         bias: bool = True,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         super().__init__()
         if not 1 <= rank <= min(in_dim, out_dim):
@@ -40,11 +39,11 @@ class EigenLinear(nn.Module):
                 f"rank={rank}: a {in_dim}×{out_dim} weight has at most {min(in_dim, out_dim)} orthonormal directions; "
                 f"use 1 <= rank <= {min(in_dim, out_dim)}"
             )
-        self.U = nn.Parameter(torch.empty(num_experts, in_dim, rank, device=device, dtype=dtype))
-        self.s = nn.Parameter(torch.empty(num_experts, rank, device=device, dtype=dtype))
-        self.V = nn.Parameter(torch.empty(num_experts, out_dim, rank, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_dim, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters(generator)
+        self.U = parameter(num_experts, in_dim, rank, **start)
+        self.s = parameter(num_experts, rank, **start)
+        self.V = parameter(num_experts, out_dim, rank, **start)
+        self.bias = parameter(num_experts, out_dim, **start) if bias else None
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Random orthonormal bases and equal s, with the Frobenius norm of a Xavier-initialised weight."""
@@ -82,14 +81,12 @@ class DenseLinear(nn.Module):
         out_dim: int,
         *,
         bias: bool = True,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         super().__init__()
-        self.W = nn.Parameter(torch.empty(num_experts, in_dim, out_dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_dim, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters(generator)
+        self.W = parameter(num_experts, in_dim, out_dim, **start)
+        self.bias = parameter(num_experts, out_dim, **start) if bias else None
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Xavier-uniform weights, zero biases."""
@@ -207,9 +204,7 @@ def build_experts(
     act_layer: Callable[[], nn.Module] = nn.GELU,
     bias: bool = True,
     drop: float = 0.0,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    **start: Unpack[Start],
 ) -> Experts:
     """E feed-forward networks with a hidden layer of ``hidden_dim``, 4·dim by default.
 
@@ -219,23 +214,23 @@ def build_experts(
         same_start: all experts start from one and the same draw, as V-MoE's do.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
         act_layer, bias, drop: of the experts' MLPs.
-        generator: source of all random numbers of the initialisation.
+        start: generator, device and dtype of the parameters.
     """
     hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts}: need at least one expert")
     if experts not in ("eigen", "dense"):
         raise ValueError(f"experts={experts!r}: use 'eigen' or 'dense'")
-    shared: dict[str, Any] = {"bias": bias, "generator": generator, "device": device, "dtype": dtype}
 
     def linear(in_dim: int, out_dim: int) -> EigenLinear | DenseLinear:
         if experts == "dense":
-            return DenseLinear(num_experts, in_dim, out_dim, **shared)
-        return EigenLinear(num_experts, in_dim, out_dim, min(in_dim, out_dim) if rank is None else rank, **shared)
+            return DenseLinear(num_experts, in_dim, out_dim, bias=bias, **start)
+        full_rank = min(in_dim, out_dim)
+        return EigenLinear(num_experts, in_dim, out_dim, full_rank if rank is None else rank, bias=bias, **start)
 
     gate = linear(dim, hidden_dim) if gated else None
     built = Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
     if same_start:
         built.same_start = True
-        built.reset_parameters(generator)
+        built.reset_parameters(start.get("generator"))
     return built

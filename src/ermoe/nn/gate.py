@@ -5,10 +5,13 @@ Letters: D width, E experts.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor, nn
 
 from ermoe.nn.precision import full_precision, widen
+from ermoe.nn.start import Start, parameter
 
 
 class Gate(nn.Module):
@@ -18,14 +21,11 @@ class Gate(nn.Module):
         self,
         dim: int,
         num_experts: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         super().__init__()
-        self.W = nn.Parameter(torch.empty(dim, num_experts, device=device, dtype=dtype))
-        self.reset_parameters(generator)
+        self.W = parameter(dim, num_experts, **start)
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Gaussian with the variance that keeps logits of unit-variance tokens at unit variance."""

@@ -125,7 +125,7 @@ def expert_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
 
 def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     """Each product of all experts in one call of ``torch.nn.functional.grouped_mm``."""
-    return expert(x_AD, _GroupedRows(count_E, len(x_AD)))
+    return expert(x_AD, _GroupedRows(count_E, x_AD.shape[0]))
 
 
 def every_expert(expert: Expert, x_TD: Tensor, num_experts: int) -> Tensor:

@@ -21,13 +21,16 @@ class Router(nn.Module, ABC):
     """Decides which experts see which tokens. All but the routing itself is known before any forward."""
 
     num_experts: int
-    top_k: int  # of routers by which every token chooses equally many experts; others state experts_per_token
+    top_k: int | None = None  # of routers by which every token chooses equally many experts
+    threshold: float | None = None  # of routers that have one
     needs_context = False
     shares_places = False  # whether, at inference, what a token gets depends on other images of its batch
 
     @property
     def experts_per_token(self) -> float:
         """How many experts a token meets in the mean, without pruning and drops, which depend on the data."""
+        if self.top_k is None:
+            raise NotImplementedError(f"{type(self).__name__} has no top_k, so it must say its experts_per_token")
         return self.top_k
 
     @abstractmethod
@@ -76,6 +79,9 @@ class TopKRouter(Router):
     zero, an expert whose score is negative is chosen for nothing; at 0.5 it still has a third of the mixture beside
     one that scores 0.5.
     """
+
+    top_k: int
+    threshold: float
 
     def __init__(
         self,

@@ -69,11 +69,10 @@ class Routing:
         else:
             weight_TK = weight_TK.masked_fill(~kept_TK, 0)
             count_E = count_pairs(expert_TK.reshape(-1), num_experts, kept_TK.reshape(-1))
-            pairs = (token_TK, expert_TK, weight_TK)
-            if torch.compiler.is_compiling() or kept_TK.is_meta:  # shapes must not depend on data
-                token_A, expert_A, weight_A = (part.reshape(-1) for part in pairs)
-            else:
-                token_A, expert_A, weight_A = (part[kept_TK] for part in pairs)
+            token_A, expert_A, weight_A = (part.reshape(-1) for part in (token_TK, expert_TK, weight_TK))
+            if not torch.compiler.is_compiling() and not kept_TK.is_meta:  # there, shapes must not depend on data
+                kept_A = kept_TK.reshape(-1).nonzero().squeeze(1)  # on a GPU, the one wait for the number of pairs
+                token_A, expert_A, weight_A = token_A[kept_A], expert_A[kept_A], weight_A[kept_A]
         return cls(
             token_A=token_A,
             expert_A=expert_A,
@@ -88,6 +87,17 @@ class Routing:
             fell_back_T=fell_back_T,
             mask_T=mask_T,
             num_dropped=num_dropped,
+        )
+
+    def forced(self, expert_G: Tensor) -> Routing:
+        """The same tokens, all of group g with expert ``expert_G[g]`` alone; scores are what they were."""
+        expert_T = expert_G.to(self.expert_A.device).repeat_interleave(self.num_tokens // len(expert_G))
+        return Routing.from_choice(
+            expert_T.unsqueeze(1),
+            self.weight_A.new_ones(self.num_tokens, 1),
+            num_experts=self.num_experts,
+            score_TE=self.score_TE,
+            mask_T=self.mask_T,
         )
 
     def dense_weights(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ermoe.nn.basis import random_basis
 from ermoe.nn.gate import Gate
 from ermoe.nn.precision import full_precision, widen
+from ermoe.nn.start import Start, parameter
 
 _SMALLEST_SQUARED_NORM = 1e-20
 
@@ -60,15 +62,12 @@ class Score(nn.Module, ABC):
         self,
         num_experts: int,
         dim: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         """Gives the score a routing basis (E, D, r) of its own, for experts that have none."""
         assert self.route_rank is not None
-        self.basis = nn.Parameter(torch.empty(num_experts, dim, self.route_rank, device=device, dtype=dtype))
-        self.reset_parameters(generator)
+        self.basis = parameter(num_experts, dim, self.route_rank, **start)
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws the score's own parameters anew."""
@@ -80,9 +79,10 @@ class Score(nn.Module, ABC):
         """Scores (T, E), in at least float32."""
         with full_precision(x_TD):
             context = None if context_TD is None else widen(context_TD)
-            return self.score(widen(x_TD), context, self._routing_basis(basis_EDR))
+            return self.score(widen(x_TD), context, self.routing_basis(basis_EDR))
 
-    def _routing_basis(self, basis_EDR: Tensor | None) -> Tensor | None:
+    def routing_basis(self, basis_EDR: Tensor | None) -> Tensor | None:
+        """The columns (E, D, r) that route, of the experts' token basis or of the score's own."""
         basis = self.basis if self.basis is not None else basis_EDR
         return None if basis is None or not self.needs_basis else widen(basis[:, :, : self.route_rank])
 
@@ -113,14 +113,11 @@ class PrototypeScore(Score):
         self,
         num_experts: int,
         route_rank: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         super().__init__(route_rank)
-        self.psi = nn.Parameter(torch.empty(num_experts, route_rank, device=device, dtype=dtype))
-        self.reset_parameters(generator)
+        self.psi = parameter(num_experts, route_rank, **start)
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Random unit directions."""
@@ -159,13 +156,10 @@ class LogitScore(Score):
         self,
         dim: int,
         num_experts: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **start: Unpack[Start],
     ) -> None:
         super().__init__()
-        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
+        self.gate = Gate(dim, num_experts, **start)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws the gate anew."""

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.analysis.recorder import moe_layers, record_routing
+from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.order import Indices, Order
 from ermoe.errors import UserError
 from ermoe.models.calibrate import settle_offsets
+from ermoe.nn import moe_layers
 from ermoe.nn.sharding import whole
 from ermoe.retrieval.captions.schema import CaptionSet
 from ermoe.retrieval.clip.model import CLIP

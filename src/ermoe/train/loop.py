@@ -23,13 +23,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ermoe import cpu
-from ermoe.analysis.recorder import moe_layers, record_routing
+from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import routing_figures
 from ermoe.data.randomness import hashed
 from ermoe.errors import UserError
 from ermoe.models.io import save
 from ermoe.models.weights.state import load_state
-from ermoe.nn import orthogonality_loss, retract, update_balance
+from ermoe.nn import moe_layers, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ermoe
-from ermoe.analysis import MEASURES, moe_layers
+from ermoe.analysis import MEASURES
 from ermoe.analysis.tally import NUM_BINS, Tally
 from ermoe.errors import UserError
-from ermoe.nn import EigenMoE, Routing
+from ermoe.nn import EigenMoE, Routing, moe_layers
 from ermoe.nn.registry import LAYERS, build_layer
 from support import slow_measures as slow
 
@@ -228,7 +228,7 @@ def test_every_router_of_the_registry(router):
     used = expected.dense_weights() > 0
     assert figures["unserved_rate"] == pytest.approx(float((~used.any(1) & mask.view(-1)).sum() / mask.sum()))
     assert 0 <= figures["class_information"] <= 1
-    has_threshold = getattr(getattr(layer, "router", None), "threshold", None) is not None
+    has_threshold = layer.router is not None and layer.router.threshold is not None
     assert math.isnan(figures["fallback_rate"]) != has_threshold
 
 

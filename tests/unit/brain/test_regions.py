@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ermoe.analysis.recorder import moe_layers, record_routing
+from ermoe.analysis.recorder import record_routing
 from ermoe.brain.age_head import AgeBins
 from ermoe.brain.batches import ScanSet, VolumeLoader
 from ermoe.brain.regions import (
@@ -17,7 +17,7 @@ from ermoe.brain.regions import (
 from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
 from ermoe.models.vit3d import ViT3D
-from ermoe.nn.routers import TopKRouter
+from ermoe.nn import moe_layers
 from ermoe.nn.scores import cosine
 from ermoe.train.loop import fit
 from ermoe.train.settings import Training
@@ -65,7 +65,7 @@ def test_forced_routing_sends_every_token_to_its_volumes_expert():
     real = [1 + len(set(map(tuple, (np.argwhere(mask.numpy()) // 4).tolist()))) for mask in batch.mask_BXYZ]
     for tally in routing.tallies.values():
         assert tally.totals.count_E.tolist() == [*real, 0, 0]
-    assert all(type(layer.router) is TopKRouter for layer in moe_layers(model).values())
+    assert all(layer.forced_G is None and not layer.observers for layer in moe_layers(model).values())
 
 
 def test_forced_routing_uses_that_expert_alone():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ class TestWhatCannotBeWritten:
             describe(ermoe.upcycle(VisionTransformer(depth=2, embed_dim=48, num_heads=4)))
 
     def test_an_option_that_is_no_plain_value(self, tmp_path):
-        sparse = ermoe.upcycle(build("test_vit")[0], router="v-moe", noise_generator=torch.Generator())
+        sparse = ermoe.upcycle(build("test_vit")[0], weight_floor=Fraction(1, 1000))
         with pytest.raises(ValueError, match=r"cannot be written to config\.json"):
             ermoe.save(sparse, tmp_path)
         assert os.listdir(tmp_path) == []

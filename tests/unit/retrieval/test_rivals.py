@@ -5,7 +5,7 @@ import torch
 
 import ermoe
 from ermoe.errors import UserError
-from ermoe.nn.rivals.clip_moe import ClipMoERouter
+from ermoe.nn.rivals.clip_moe import ClipMoE, ClipMoERouter
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.retrieval.clip.model import create_clip
 from ermoe.retrieval.clip.tokens import tokenise
@@ -78,7 +78,7 @@ def test_experts_are_the_networks_of_the_stages():
 
 
 def test_the_gate_renormalises_and_its_loss_is_k_when_balanced():
-    router = ClipMoERouter(8, num_experts=4, balance_weight=1.0).train()
+    router = ClipMoERouter(8, 4, ClipMoE(balance_weight=1.0)).train()
     routing = router(torch.randn(2, 6, 8))
     torch.testing.assert_close(routing.weight_TK.sum(-1), torch.ones(12))
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_the_gate_renormalises_and_its_loss_is_k_when_balanced():
     masked = router(torch.randn(2, 6, 8), mask_GS=torch.arange(12).view(2, 6) < 8)
     assert int(masked.count_E.sum()) == 16
     with pytest.raises(ValueError, match="top_k=5"):
-        ClipMoERouter(8, top_k=5)
+        ClipMoERouter(8, 4, ClipMoE(top_k=5))
 
 
 def test_stages_train_their_mlps_on_clusters():

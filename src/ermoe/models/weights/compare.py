@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ermoe.nn.settings import LayerSettings
+
 # Attributes that do not make it another model: how it is computed, trained or initialised, and where it came from.
 _PASSING = frozenset(
     {
@@ -72,7 +74,7 @@ def _class_names(module: nn.Module | None, twin: nn.Module | None) -> tuple[str,
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (Real, str, Enum, torch.dtype))
+    return value is None or isinstance(value, (Real, str, Enum, torch.dtype, LayerSettings))
 
 
 def _is_same(a: Any, b: Any) -> bool:

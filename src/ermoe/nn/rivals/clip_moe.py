@@ -5,6 +5,9 @@ Letters: G groups (images or texts) of S tokens, T = G·S tokens, E experts, K e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,19 @@ from ermoe.nn.gate import Gate
 from ermoe.nn.rivals.losses import RouterWithLoss
 from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import RouterSettings
+from ermoe.nn.start import Start
+
+
+@dataclass(frozen=True)
+class ClipMoE(RouterSettings):
+    """Experts per token, and the weight of the balancing loss."""
+
+    top_k: int = 2
+    balance_weight: float = 0.01
+
+    def router(self, dim: int, num_experts: int, **start: Unpack[Start]) -> ClipMoERouter:
+        return ClipMoERouter(dim, num_experts, self, **start)
 
 
 class ClipMoERouter(RouterWithLoss):
@@ -21,29 +37,21 @@ class ClipMoERouter(RouterWithLoss):
     both are equal over experts.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_experts: int = 4,
-        top_k: int = 2,
-        balance_weight: float = 0.01,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    top_k: int
+
+    def __init__(self, dim: int, num_experts: int, settings: ClipMoE, **start: Unpack[Start]) -> None:
         super().__init__()
-        check_top_k(top_k, num_experts)
-        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
+        check_top_k(settings.top_k, num_experts)
+        self.gate = Gate(dim, num_experts, **start)
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.balance_weight = balance_weight
+        self.top_k = settings.top_k
+        self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, balance_weight={self.balance_weight}"
+        return f"top_k={self.top_k}, balance_weight={self.settings.balance_weight}"
 
     def forward(
         self,
@@ -64,7 +72,7 @@ class ClipMoERouter(RouterWithLoss):
             mask_T=mask_T,
         )
         if self.training:
-            routing.auxiliary_loss = self.balance_weight * self._imbalance(gate_TE, routing.count_E, mask_T)
+            routing.auxiliary_loss = self.settings.balance_weight * self._imbalance(gate_TE, routing.count_E, mask_T)
         return routing
 
     def _imbalance(self, gate_TE: Tensor, count_E: Tensor, mask_T: Tensor | None) -> Tensor:

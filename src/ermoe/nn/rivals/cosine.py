@@ -6,6 +6,8 @@ Letters: G groups of S tokens, T = G·S tokens, D width, P projected width, E ex
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,47 +17,55 @@ from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss
 from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import RouterSettings
+from ermoe.nn.start import Start, parameter
 
 _LARGEST_SCALE = 100.0
+
+
+@dataclass(frozen=True)
+class Cosine(RouterSettings):
+    """The options of the cosine router.
+
+    Args:
+        top_k: experts per token K.
+        proj_dim: width P in which tokens and expert directions are compared.
+        temperature: 1 / s at the start.
+        gshard_weight: of the GShard loss over all tokens of a forward pass; 0 leaves it out.
+    """
+
+    top_k: int = 2
+    proj_dim: int = 256
+    temperature: float = 0.5
+    gshard_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 1 / _LARGEST_SCALE:
+            raise ValueError(f"temperature={self.temperature}: need at least {1 / _LARGEST_SCALE}")
+
+    def router(self, dim: int, num_experts: int, **start: Unpack[Start]) -> CosineRouter:
+        return CosineRouter(dim, num_experts, self, **start)
 
 
 class CosineRouter(RouterWithLoss):
     """Gates are softmax(s · cos(x A + a, m_e)) with a learned scale s ≤ 100; the K largest share a weight of 1.
 
-    Args:
-        proj_dim: width P in which tokens and expert directions are compared.
-        temperature: 1 / s at the start.
-        gshard_weight: of the GShard loss over all tokens of a forward pass; 0 leaves it out.
-
-    >>> CosineRouter(16, num_experts=4)(torch.randn(2, 9, 16)).weight_TK.sum(-1).allclose(torch.ones(18))
+    >>> CosineRouter(16, 4, Cosine())(torch.randn(2, 9, 16)).weight_TK.sum(-1).allclose(torch.ones(18))
     True
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_experts: int = 8,
-        top_k: int = 2,
-        proj_dim: int = 256,
-        temperature: float = 0.5,
-        gshard_weight: float = 0.01,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    top_k: int
+
+    def __init__(self, dim: int, num_experts: int, settings: Cosine, **start: Unpack[Start]) -> None:
         super().__init__()
-        check_top_k(top_k, num_experts)
-        if not temperature >= 1 / _LARGEST_SCALE:
-            raise ValueError(f"temperature={temperature}: need at least {1 / _LARGEST_SCALE}")
-        self.projection = nn.Linear(dim, proj_dim, device=device, dtype=dtype)
-        self.direction_PE = nn.Parameter(torch.empty(proj_dim, num_experts, device=device, dtype=dtype))
-        self.log_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        check_top_k(settings.top_k, num_experts)
+        self.projection = nn.Linear(dim, settings.proj_dim, device=start.get("device"), dtype=start.get("dtype"))
+        self.direction_PE = parameter(settings.proj_dim, num_experts, **start)
+        self.log_scale = parameter(1, **start)
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.temperature = temperature
-        self.gshard_weight = gshard_weight
-        self.reset_parameters(generator)
+        self.top_k = settings.top_k
+        self.settings = settings
+        self.reset_parameters(start.get("generator"))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """A linear layer's usual start, small random directions, and the starting temperature."""
@@ -66,10 +76,10 @@ class CosineRouter(RouterWithLoss):
             self.projection.weight.uniform_(-bound, bound, generator=generator)
             self.projection.bias.uniform_(-bound, bound, generator=generator)
             self.direction_PE.normal_(std=0.01, generator=generator)
-            self.log_scale.fill_(-math.log(self.temperature))
+            self.log_scale.fill_(-math.log(self.settings.temperature))
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, gshard_weight={self.gshard_weight}"
+        return f"top_k={self.top_k}, gshard_weight={self.settings.gshard_weight}"
 
     def forward(
         self,
@@ -81,9 +91,9 @@ class CosineRouter(RouterWithLoss):
         gate_TE = self.gates(x_GSD.flatten(0, 1))
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
         routing = self.choose(gate_TE, mask_T)
-        if self.training and self.gshard_weight:
+        if self.training and self.settings.gshard_weight:
             mask_1T = None if mask_T is None else mask_T.unsqueeze(0)
-            routing.auxiliary_loss = self.gshard_weight * gshard_loss(gate_TE.unsqueeze(0), mask_1T).squeeze(0)
+            routing.auxiliary_loss = self.settings.gshard_weight * gshard_loss(gate_TE.unsqueeze(0), mask_1T).squeeze(0)
         return routing
 
     def gates(self, x_TD: Tensor) -> Tensor:

@@ -5,14 +5,45 @@ Letters: G groups (images) of S tokens, D width, E experts, C places per expert 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from ermoe.nn.capacity import ROUNDINGS, places, places_per_group
+from ermoe.nn.capacity import places, places_per_group
 from ermoe.nn.gate import Gate
-from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routers import Router
 from ermoe.nn.routing import Routing, count_pairs
+from ermoe.nn.settings import RouterSettings
+from ermoe.nn.start import Start
+
+
+@dataclass(frozen=True)
+class ExpertChoice(RouterSettings):
+    """The options of expert choice.
+
+    Args:
+        top_k: experts a token meets on average.
+        capacity_factor: C = ⌈S f / E⌉, raised to a multiple of ``capacity_multiple``; ``top_k`` by default. Padded
+            tokens do not count.
+        capacity_multiple: 1, or 4 for the reference's golden vectors.
+        noise_std: ε is Gaussian with σ = noise_std / E, in training only.
+    """
+
+    top_k: int = 2
+    capacity_factor: float | None = None
+    capacity_multiple: int = 1
+    noise_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor}: use a positive number")
+        if self.capacity_multiple < 1:
+            raise ValueError(f"capacity_multiple={self.capacity_multiple}: need at least 1")
+
+    def router(self, dim: int, num_experts: int, **start: Unpack[Start]) -> ExpertChoiceRouter:
+        return ExpertChoiceRouter(dim, num_experts, self, **start)
 
 
 class ExpertChoiceRouter(Router):
@@ -21,50 +52,21 @@ class ExpertChoiceRouter(Router):
     The load is equal by construction and needs no loss, but a token may meet no expert at all, or every one. The
     weights are the gates as they are. A token's experts depend on the rest of its image, on other images they don't.
 
-    Args:
-        top_k: experts a token meets on average.
-        capacity_factor: C = ⌈S f / E⌉, raised to a multiple of ``capacity_multiple``; ``top_k`` by default. Padded
-            tokens do not count.
-        capacity_rounding: "ceil", or "round" for the nearest integer.
-        noise_std: ε is Gaussian with σ = noise_std / E, in training only.
-        noise_generator: source of the noise; torch's own generator by default.
-
-    >>> routing = ExpertChoiceRouter(16, num_experts=4, top_k=1)(torch.randn(2, 8, 16))
+    >>> routing = ExpertChoiceRouter(16, 4, ExpertChoice(top_k=1))(torch.randn(2, 8, 16))
     >>> routing.count_E.tolist()
     [4, 4, 4, 4]
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_experts: int = 8,
-        top_k: int = 2,
-        capacity_factor: float | None = None,
-        capacity_multiple: int = 1,
-        capacity_rounding: str = "ceil",
-        noise_std: float = 1.0,
-        noise_generator: torch.Generator | None = None,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, num_experts: int, settings: ExpertChoice, **start: Unpack[Start]) -> None:
         super().__init__()
-        capacity_factor = float(top_k) if capacity_factor is None else capacity_factor
-        if not capacity_factor > 0:
-            raise ValueError(f"capacity_factor={capacity_factor}: use a positive number")
-        if capacity_rounding not in ROUNDINGS or capacity_multiple < 1:
-            raise ValueError(
-                f"capacity_rounding={capacity_rounding!r}, capacity_multiple={capacity_multiple}: use one of "
-                f"{', '.join(ROUNDINGS)}, and at least 1"
-            )
-        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
-        self.noise = Noise(noise_generator)
+        self.gate = Gate(dim, num_experts, **start)
         self.num_experts = num_experts
-        self.capacity_factor = capacity_factor
-        self.capacity_multiple = capacity_multiple
-        self.capacity_rounding = capacity_rounding
-        self.noise_std = noise_std
+        self.settings = settings
+
+    @property
+    def capacity_factor(self) -> float:
+        """Experts that a token meets on average, f."""
+        return self.settings.top_k if self.settings.capacity_factor is None else self.settings.capacity_factor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
@@ -75,7 +77,7 @@ class ExpertChoiceRouter(Router):
         return min(self.capacity_factor, self.num_experts)
 
     def extra_repr(self) -> str:
-        return f"capacity_factor={self.capacity_factor}, capacity_multiple={self.capacity_multiple}"
+        return f"capacity_factor={self.capacity_factor}, capacity_multiple={self.settings.capacity_multiple}"
 
     def forward(
         self,
@@ -85,8 +87,8 @@ class ExpertChoiceRouter(Router):
         basis_EDR: Tensor | None = None,
     ) -> Routing:
         logit_GSE = self.gate(x_GSD)
-        if self.training and self.noise_std > 0:
-            logit_GSE = logit_GSE + self.noise_std / self.num_experts * self.noise.like(logit_GSE)
+        if self.training and self.settings.noise_std > 0:
+            logit_GSE = logit_GSE + self.settings.noise_std / self.num_experts * torch.randn_like(logit_GSE)
         return self.choose(logit_GSE.softmax(-1), mask_GS)
 
     def choose(self, gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Routing:
@@ -118,7 +120,7 @@ class ExpertChoiceRouter(Router):
     @torch.no_grad()
     def _take(self, gate_GSE: Tensor, mask_GS: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens in the order each expert likes them, cut at its places, and which of them are real takings."""
-        shape = (1, self.num_experts, self.capacity_factor, self.capacity_multiple, self.capacity_rounding)
+        shape = (1, self.num_experts, self.capacity_factor, self.settings.capacity_multiple)
         most = min(places(gate_GSE.shape[1], *shape), gate_GSE.shape[1])
         liking_GES = gate_GSE.mT if mask_GS is None else gate_GSE.mT.masked_fill(~mask_GS.unsqueeze(1), -torch.inf)
         token_GEC = torch.argsort(liking_GES, dim=-1, descending=True, stable=True)[..., :most]

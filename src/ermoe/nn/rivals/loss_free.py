@@ -5,6 +5,9 @@ Letters: G groups of S tokens, T = G·S tokens, D width, E experts, K experts pe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,8 @@ from ermoe.nn.balance import Balance, Seen
 from ermoe.nn.gate import Gate
 from ermoe.nn.routers import Router, check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import RouterSettings
+from ermoe.nn.start import Start
 
 _SCORES = {"sigmoid": torch.sigmoid, "softmax": lambda logit: logit.softmax(-1)}
 
@@ -29,53 +34,58 @@ class SignBalance(Balance):
         self.offset_E += step_E - step_E.mean()
 
 
+@dataclass(frozen=True)
+class LossFree(RouterSettings):
+    """The options of the router that a bias balances.
+
+    Args:
+        top_k: experts per token K.
+        score: "sigmoid" or "softmax" of the logits.
+        normalise: weights divided by their sum over the K chosen. With K = 1 that leaves the gate without gradient.
+        route_scale: factor on all weights.
+        rate: step of the biases.
+    """
+
+    top_k: int = 2
+    score: str = "sigmoid"
+    normalise: bool = False
+    route_scale: float = 1.0
+    rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.score not in _SCORES:
+            raise ValueError(f"score={self.score!r}: use one of {', '.join(_SCORES)}")
+
+    def router(self, dim: int, num_experts: int, **start: Unpack[Start]) -> LossFreeRouter:
+        return LossFreeRouter(dim, num_experts, self, **start)
+
+
 class LossFreeRouter(Router):
     """Chooses the K largest of score + bias and weighs by the scores alone.
 
     Call `ermoe.update_balance` after each optimiser step; forward passes only count.
 
-    Args:
-        score: "sigmoid" or "softmax" of the logits.
-        normalise: weights divided by their sum over the K chosen. With K = 1 that leaves the gate without gradient.
-        route_scale: factor on all weights.
-        rate: step of the biases.
-
-    >>> LossFreeRouter(16, num_experts=4)(torch.randn(2, 9, 16)).expert_TK.shape
+    >>> LossFreeRouter(16, 4, LossFree())(torch.randn(2, 9, 16)).expert_TK.shape
     torch.Size([18, 2])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_experts: int = 8,
-        top_k: int = 2,
-        score: str = "sigmoid",
-        normalise: bool = False,
-        route_scale: float = 1.0,
-        rate: float = 1e-3,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    top_k: int
+
+    def __init__(self, dim: int, num_experts: int, settings: LossFree, **start: Unpack[Start]) -> None:
         super().__init__()
-        check_top_k(top_k, num_experts)
-        if score not in _SCORES:
-            raise ValueError(f"score={score!r}: use one of {', '.join(_SCORES)}")
-        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
-        self.balance = SignBalance(num_experts, rate=rate, device=device)
+        check_top_k(settings.top_k, num_experts)
+        self.gate = Gate(dim, num_experts, **start)
+        self.balance = SignBalance(num_experts, rate=settings.rate, device=start.get("device"))
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.score = score
-        self.normalise = normalise
-        self.route_scale = route_scale
+        self.top_k = settings.top_k
+        self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
         self.balance.reset_parameters()
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, score={self.score!r}, normalise={self.normalise}"
+        return f"top_k={self.top_k}, score={self.settings.score!r}, normalise={self.settings.normalise}"
 
     def forward(
         self,
@@ -84,18 +94,18 @@ class LossFreeRouter(Router):
         mask_GS: Tensor | None = None,
         basis_EDR: Tensor | None = None,
     ) -> Routing:
-        score_TE = _SCORES[self.score](self.gate(x_GSD.flatten(0, 1)))
+        score_TE = _SCORES[self.settings.score](self.gate(x_GSD.flatten(0, 1)))
         return self.choose(score_TE, None if mask_GS is None else mask_GS.reshape(-1))
 
     def choose(self, score_TE: Tensor, mask_T: Tensor | None = None) -> Routing:
         """The decision on given scores."""
         expert_TK = stable_top_k(score_TE.detach() + self.balance.offset_E, self.top_k)
         weight_TK = score_TE.gather(1, expert_TK)
-        if self.normalise:
+        if self.settings.normalise:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).tiny)
         return Routing.from_choice(
             expert_TK,
-            self.route_scale * weight_TK,
+            self.settings.route_scale * weight_TK,
             num_experts=self.num_experts,
             score_TE=score_TE,
             mask_T=mask_T,

@@ -8,7 +8,7 @@ Letters: G groups of S tokens, E experts, A pairs of token and expert.
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, stable_top_k
 from ermoe.nn.routing import Routing
+
+_MOST_FORWARDS = 8  # of one step: views of an image, uses of a layer
 
 
 def importance_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
@@ -74,77 +76,40 @@ def _num_real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
     return mask_GS.sum(1).to(value_GSE.dtype)
 
 
-class _Kept:
-    """The loss of one forward pass."""
+class RouterWithLoss(Router):
+    """A router whose training forwards leave an auxiliary loss for `auxiliary_loss` to pull.
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
-        self.is_spent = False
-
-
-class _Tether(torch.autograd.Function):
-    """The identity on the mixing weights; their graph owns the loss, and marks it spent when gradients pass."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_A: Tensor, kept: _Kept) -> Tensor:
-        ctx.kept = kept
-        return weight_A.view_as(weight_A)
-
-    @staticmethod
-    def backward(ctx: Any, grad_A: Tensor) -> tuple[Tensor, None]:
-        ctx.kept.is_spent = True
-        return grad_A, None
-
-
-class PendingLoss:
-    """The losses of a router's forward passes that nobody has pulled yet.
-
-    Only the last one is held here. Earlier ones belong to the graphs of their own forward passes: while such a graph
-    lives and has not been used, its loss still counts (several views in one step, a layer used twice), and when the
-    graph goes, so does the loss. So memory does not grow, whether or not anybody pulls.
+    A loss that nobody pulls is forgotten when gradients pass through its forward pass, for its graph is gone then. Of
+    forward passes that are neither pulled nor used, the last few are kept.
     """
 
     def __init__(self) -> None:
-        self._last: _Kept | None = None
-        self._earlier: list[weakref.ref[_Kept]] = []
+        super().__init__()
+        self._losses: list[Tensor] = []
 
-    def keep(self, routing: Routing) -> None:
+    def observe(self, routing: Routing) -> None:
         """Takes the loss of a forward pass, unless that is a repetition of one already taken."""
-        if routing.auxiliary_loss is None or is_recomputing():
+        loss = routing.auxiliary_loss
+        if loss is None or is_recomputing():
             return
-        kept = _Kept(routing.auxiliary_loss)
-        if not torch.compiler.is_compiling():
-            self._earlier = [ref for ref in self._earlier if ref() is not None]
-            if self._last is not None:
-                self._earlier.append(weakref.ref(self._last))
-            routing.weight_A = _Tether.apply(routing.weight_A, kept)
-        self._last = kept
+        if torch.compiler.is_compiling():  # a traced graph takes no hooks, so nobody would say that a loss is spent
+            self._losses = [loss]
+            return
+        self._losses = [*self._losses[1 - _MOST_FORWARDS :], loss]
+        if routing.weight_A.requires_grad:
+            routing.weight_A.register_hook(partial(self._forget, loss))  # type: ignore[no-untyped-call]
+
+    def _forget(self, loss: Tensor, grad_A: Tensor) -> None:
+        self._losses = [other for other in self._losses if other is not loss]
 
     def pull(self) -> Tensor | None:
         """The mean over the forward passes since the last pull, or None if there was none; forgets them."""
-        if self._last is None:
-            return None
-        earlier = [kept for ref in self._earlier if (kept := ref()) is not None and not kept.is_spent]
-        losses = [kept.loss for kept in (*earlier, self._last)]
-        self._last, self._earlier = None, []
-        return torch.stack(losses).mean()
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).mean() if losses else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PendingLoss:
-        return PendingLoss()
-
-    def __reduce__(self) -> tuple[type[PendingLoss], tuple[()]]:
-        return PendingLoss, ()
-
-
-class RouterWithLoss(Router):
-    """A router whose training forwards leave an auxiliary loss for `auxiliary_loss` to pull."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending = PendingLoss()
-
-    def observe(self, routing: Routing) -> None:
-        self.pending.keep(routing)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model has not run forward: tensors with a history can be neither copied nor saved."""
+        return {**self.__dict__, "_losses": []}
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
@@ -159,6 +124,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     >>> bool(auxiliary_loss(layer) > 0), float(auxiliary_loss(layer))
     (True, 0.0)
     """
-    pulled = [module.pending.pull() for module in model.modules() if isinstance(module, RouterWithLoss)]
+    pulled = [module.pull() for module in model.modules() if isinstance(module, RouterWithLoss)]
     losses = [loss for loss in pulled if loss is not None]
     return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -5,23 +5,47 @@ Letters: G groups (images) of S tokens, D width, E experts, P slots per expert, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ermoe.nn.capacity import places
 from ermoe.nn.experts import Experts
-from ermoe.nn.moe import check_inputs, groups
+from ermoe.nn.layer import MixtureLayer, check_inputs, groups
 from ermoe.nn.precision import full_precision, widen
-from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import LayerSettings
+from ermoe.nn.start import Start, parameter
 
 _NORM_EPS = 1e-6  # inside the root, as in the reference
 
 
-class SoftMoE(nn.Module):
+@dataclass(frozen=True)
+class Soft(LayerSettings):
+    """The options of Soft MoE.
+
+    Args:
+        slots_per_expert: P; by default ``num_tokens`` · ``capacity_factor`` / E rounded (half to even, at least 1).
+            Without ``num_tokens`` it is 1, the reference's choice for many experts.
+        noise_std: of Gaussian noise on the logits in training.
+    """
+
+    slots_per_expert: int | None = None
+    num_tokens: int | None = None
+    capacity_factor: float = 1.0
+    noise_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.slots_per_expert is not None and self.slots_per_expert < 1:
+            raise ValueError(f"slots_per_expert={self.slots_per_expert}: every expert needs at least one slot")
+
+    def layer(self, dim: int, experts: Experts, **start: Unpack[Start]) -> SoftMoE:
+        return SoftMoE(dim, experts, self, **start)
+
+
+class SoftMoE(MixtureLayer):
     """Every expert has P slots; a slot's input is a convex mixture of the tokens of an image, and its output returns
     to every token in proportion.
 
@@ -32,70 +56,35 @@ class SoftMoE(nn.Module):
 
     `route` tells, for analyses, which expert has the largest share Σ_p C in each token.
 
-    Args:
-        slots_per_expert: P; by default ``num_tokens`` · ``capacity_factor`` / E rounded (half to even, at least 1).
-            Without ``num_tokens`` it is 1, the reference's choice for many experts.
-        noise_std: of Gaussian noise on the logits in training.
-        noise_generator: source of the noise; torch's own generator by default.
-
     >>> from ermoe.nn import build_experts
-    >>> layer = SoftMoE(16, build_experts(16, 32, num_experts=4), num_tokens=12)
+    >>> layer = SoftMoE(16, build_experts(16, 32, num_experts=4), Soft(num_tokens=12))
     >>> layer(torch.randn(2, 12, 16)).shape, layer.slots_per_expert
     (torch.Size([2, 12, 16]), 3)
     """
 
-    every_expert = False
+    def __init__(self, dim: int, experts: Experts, settings: Soft, **start: Unpack[Start]) -> None:
+        super().__init__(experts)
+        self.settings = settings
+        self.slots_per_expert = settings.slots_per_expert or places(
+            settings.num_tokens or 0, 1, experts.num_experts, settings.capacity_factor, rounding="round"
+        )
+        self.phi = parameter(dim, experts.num_experts, self.slots_per_expert, **start)
+        self.scale = parameter(**start)
+        self.reset_router(start.get("generator"))
 
-    def __init__(
-        self,
-        dim: int,
-        experts: Experts,
-        *,
-        slots_per_expert: int | None = None,
-        num_tokens: int | None = None,
-        capacity_factor: float = 1.0,
-        noise_std: float = 0.0,
-        noise_generator: torch.Generator | None = None,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if slots_per_expert is None:
-            slots_per_expert = places(num_tokens or 0, 1, experts.num_experts, capacity_factor, rounding="round")
-        if slots_per_expert < 1:
-            raise ValueError(f"slots_per_expert={slots_per_expert}: every expert needs at least one slot")
-        self.experts = experts
-        self.slots_per_expert = slots_per_expert
-        self.phi = nn.Parameter(torch.empty(dim, experts.num_experts, slots_per_expert, device=device, dtype=dtype))
-        self.scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
-        self.noise_std = noise_std
-        self.noise = Noise(noise_generator)
-        self.observers: list[Callable[[Routing], None]] = []
-        self._reset_slots(generator)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialises everything, for a layer that was built on the meta device."""
-        self.experts.reset_parameters(generator)
-        self._reset_slots(generator)
-
-    def _reset_slots(self, generator: torch.Generator | None) -> None:
+    def reset_router(self, generator: torch.Generator | None = None) -> None:
+        """Slots of unit variance, and a scale of 1."""
         if not self.phi.is_meta:
             with torch.no_grad():
                 self.phi.normal_(std=self.phi.shape[0] ** -0.5, generator=generator)
                 self.scale.fill_(1)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Mixes expert outputs, in the shape of ``x``, (..., N, D).
-
-        ``context`` is ignored. ``mask``, (..., N), is True for real tokens; padded ones enter no slot and get zeros.
-        """
+        """As every layer, but ``context`` is ignored; padded tokens enter no slot."""
         x_GSD, mask_GS = self._checked(x, mask)
         dispatch_GSQ, combine_GSQ = self.weights(x_GSD, mask_GS)
-        if self.observers and not is_recomputing():
-            routing = self._summary(combine_GSQ.detach(), mask_GS)
-            for observer in self.observers:
-                observer(routing)
+        if self.observers:
+            self.tell_observers(self._summary(combine_GSQ.detach(), mask_GS))
         slot_GQD = dispatch_GSQ.mT.to(x.dtype) @ x_GSD
         output_GQD = self._run_experts(slot_GQD)
         return (combine_GSQ.to(output_GQD.dtype) @ output_GQD).view(x.shape).to(x.dtype)
@@ -111,8 +100,8 @@ class SoftMoE(nn.Module):
             x_GSD = widen(x_GSD)
             phi_DQ = _unit(widen(self.phi).flatten(1), dim=0)
             logit_GSQ = _unit(x_GSD, dim=-1) @ (phi_DQ * widen(self.scale))
-            if self.training and self.noise_std > 0:
-                logit_GSQ = logit_GSQ + self.noise_std * self.noise.like(logit_GSQ)
+            if self.training and self.settings.noise_std > 0:
+                logit_GSQ = logit_GSQ + self.settings.noise_std * torch.randn_like(logit_GSQ)
             combine_GSQ = logit_GSQ.softmax(-1)
             if mask_GS is None:
                 return logit_GSQ.softmax(1), combine_GSQ

@@ -5,17 +5,72 @@ Letters: G groups of S tokens, T = G·S tokens, D width, E experts, K experts pe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from ermoe.nn.capacity import ROUNDINGS, places, places_per_group, within_capacity
+from ermoe.nn.capacity import places, places_per_group, within_capacity
 from ermoe.nn.gate import Gate
 from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss, importance_loss, load_loss, mean_over_groups
-from ermoe.nn.rivals.noise import Noise
 from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import RouterSettings
+from ermoe.nn.start import Start
 
 _PRIORITIES = ("never", "eval", "always")
+
+
+@dataclass(frozen=True)
+class VMoE(RouterSettings):
+    """The options of V-MoE.
+
+    Args:
+        top_k: experts per token K.
+        noise_std: E times the deviation σ of the noise.
+        group_size: images that share one capacity and one set of losses. Where it does not divide the batch, the
+            largest divisor of the batch below it is used.
+        capacity_factor: C = ⌈S K f / E⌉, raised to a multiple of ``capacity_multiple``; None for no limit. Padded
+            tokens do not count.
+        eval_capacity_factor: the same at inference; "same" takes ``capacity_factor``.
+        batch_priority: when tokens with larger gates queue first: "never", at "eval", or "always".
+        importance_weight, load_weight, gshard_weight: of the three losses; 0 leaves one out, as V-MoE does the third,
+            which is here for the golden vectors. Without noise there is no load loss.
+    """
+
+    top_k: int = 2
+    noise_std: float = 1.0
+    group_size: int = 8
+    capacity_factor: float | None = 1.05
+    eval_capacity_factor: float | str | None = "same"
+    capacity_multiple: int = 4
+    batch_priority: str = "eval"
+    importance_weight: float = 0.005
+    load_weight: float = 0.005
+    gshard_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.capacity_multiple < 1:
+            raise ValueError(
+                f"group_size={self.group_size}, capacity_multiple={self.capacity_multiple}: both must be at least 1"
+            )
+        if self.batch_priority not in _PRIORITIES:
+            raise ValueError(f"batch_priority={self.batch_priority!r}: use one of {', '.join(_PRIORITIES)}")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor not in (None, "same") and (isinstance(factor, str) or not factor > 0):
+                raise ValueError(f"{name}={factor!r}: use a positive number, or None for no limit")
+
+    @property
+    def capacity_factors(self) -> tuple[float | None, float | None]:
+        """Those of training and of evaluation."""
+        if isinstance(self.eval_capacity_factor, str):
+            return self.capacity_factor, self.capacity_factor
+        return self.capacity_factor, self.eval_capacity_factor
+
+    def router(self, dim: int, num_experts: int, **start: Unpack[Start]) -> VMoERouter:
+        return VMoERouter(dim, num_experts, self, **start)
 
 
 class VMoERouter(RouterWithLoss):
@@ -26,84 +81,36 @@ class VMoERouter(RouterWithLoss):
     dropped. With a capacity, what a token gets depends on the rest of its group, also at inference:
     ``eval_capacity_factor=None`` removes the limit there, and with it the dependence.
 
-    Args:
-        group_size: images that share one capacity and one set of losses. Where it does not divide the batch, the
-            largest divisor of the batch below it is used.
-        capacity_factor: C = ⌈S K f / E⌉, raised to a multiple of ``capacity_multiple``; None for no limit. Padded
-            tokens do not count.
-        eval_capacity_factor: the same at inference; "same" takes ``capacity_factor``.
-        capacity_rounding: "ceil", or "round" for the nearest integer.
-        batch_priority: when tokens with larger gates queue first: "never", at "eval", or "always".
-        importance_weight, load_weight, gshard_weight: of the three losses; 0 leaves one out. Without noise there is
-            no load loss.
-        noise_generator: source of the noise; torch's own generator by default.
-
-    >>> router = VMoERouter(16, num_experts=4, capacity_factor=None)
+    >>> router = VMoERouter(16, 4, VMoE(capacity_factor=None))
     >>> router(torch.randn(2, 9, 16)).expert_TK.shape
     torch.Size([18, 2])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_experts: int = 8,
-        top_k: int = 2,
-        noise_std: float = 1.0,
-        group_size: int = 8,
-        capacity_factor: float | None = 1.05,
-        eval_capacity_factor: float | str | None = "same",
-        capacity_multiple: int = 4,
-        capacity_rounding: str = "ceil",
-        batch_priority: str = "eval",
-        importance_weight: float = 0.005,
-        load_weight: float = 0.005,
-        gshard_weight: float = 0.0,
-        noise_generator: torch.Generator | None = None,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    top_k: int
+
+    def __init__(self, dim: int, num_experts: int, settings: VMoE, **start: Unpack[Start]) -> None:
         super().__init__()
-        check_top_k(top_k, num_experts)
-        if group_size < 1 or capacity_multiple < 1:
-            raise ValueError(f"group_size={group_size}, capacity_multiple={capacity_multiple}: both must be at least 1")
-        if capacity_rounding not in ROUNDINGS or batch_priority not in _PRIORITIES:
-            raise ValueError(
-                f"capacity_rounding={capacity_rounding!r}, batch_priority={batch_priority!r}: use one of "
-                f"{', '.join(ROUNDINGS)}, and one of {', '.join(_PRIORITIES)}"
-            )
-        eval_factor = capacity_factor if eval_capacity_factor == "same" else eval_capacity_factor
-        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_factor)):
-            if factor is not None and (isinstance(factor, str) or not factor > 0):
-                raise ValueError(f"{name}={factor!r}: use a positive number, or None for no limit")
-        self.gate = Gate(dim, num_experts, generator=generator, device=device, dtype=dtype)
-        self.noise = Noise(noise_generator)
+        check_top_k(settings.top_k, num_experts)
+        self.gate = Gate(dim, num_experts, **start)
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.noise_std = noise_std
-        self.group_size = group_size
-        self.capacity_factors = (capacity_factor, None if eval_factor is None else float(eval_factor))
-        self.capacity_multiple = capacity_multiple
-        self.capacity_rounding = capacity_rounding
-        self.batch_priority = batch_priority
-        self.loss_weights = (importance_weight, load_weight, gshard_weight)
+        self.top_k = settings.top_k
+        self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, capacity_factors={self.capacity_factors}, group_size={self.group_size}"
+        return f"top_k={self.top_k}, capacity_factor={self.capacity_factor}, group_size={self.settings.group_size}"
 
     @property
     def capacity_factor(self) -> float | None:
         """The one in force: of training, or of evaluation."""
-        return self.capacity_factors[0 if self.training else 1]
+        return self.settings.capacity_factors[0 if self.training else 1]
 
     @property
     def shares_places(self) -> bool:  # type: ignore[override]
         """At inference, images of a group compete for the same places."""
-        return self.group_size > 1 and self.capacity_factors[1] is not None
+        return self.settings.group_size > 1 and self.settings.capacity_factors[1] is not None
 
     def forward(
         self,
@@ -114,13 +121,12 @@ class VMoERouter(RouterWithLoss):
     ) -> Routing:
         num_images, tokens_per_image = x_GSD.shape[:2]
         is_grouped = self.training or self.shares_places  # if not, nothing depends on the group
-        images = _images_per_group(num_images, self.group_size) if is_grouped else 1
+        images = _images_per_group(num_images, self.settings.group_size) if is_grouped else 1
         shape_GS = (num_images // images, images * tokens_per_image)
         clean_GSE = self.gate(x_GSD).view(*shape_GS, self.num_experts)
         mask_GS = None if mask_GS is None else mask_GS.reshape(shape_GS)
-        is_noisy = self.training and self.noise_std > 0
-        sigma = self.noise_std / self.num_experts
-        noisy_GSE = clean_GSE + sigma * self.noise.like(clean_GSE) if is_noisy else clean_GSE
+        is_noisy = self.training and self.settings.noise_std > 0
+        noisy_GSE = clean_GSE + self._sigma() * torch.randn_like(clean_GSE) if is_noisy else clean_GSE
         routing = self.choose(noisy_GSE.softmax(-1), mask_GS)
         if self.training:
             routing.auxiliary_loss = self.loss(clean_GSE, noisy_GSE, mask_GS)
@@ -155,23 +161,28 @@ class VMoERouter(RouterWithLoss):
         )
 
     def _places(self, num_tokens: int, mask_GS: Tensor | None, capacity_factor: float) -> int | Tensor:
-        shape = (self.top_k, self.num_experts, capacity_factor, self.capacity_multiple, self.capacity_rounding)
+        shape = (self.top_k, self.num_experts, capacity_factor, self.settings.capacity_multiple)
         return places(num_tokens, *shape) if mask_GS is None else places_per_group(mask_GS, *shape)
 
     def _has_priority(self) -> bool:
-        return self.batch_priority == "always" or (self.batch_priority == "eval" and not self.training)
+        when = self.settings.batch_priority
+        return when == "always" or (when == "eval" and not self.training)
+
+    def _sigma(self) -> float:
+        """Of the noise."""
+        return self.settings.noise_std / self.num_experts
 
     def loss(self, clean_GSE: Tensor, noisy_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
         """The weighted sum of the losses, averaged over groups; a loss of weight 0 is not computed."""
-        importance_weight, load_weight, gshard_weight = self.loss_weights
+        settings = self.settings
         loss_G = clean_GSE.new_zeros(clean_GSE.shape[0])
-        if importance_weight:
-            loss_G = loss_G + importance_weight * importance_loss(clean_GSE.softmax(-1), mask_GS)
-        if load_weight and self.noise_std > 0:
-            sigma = self.noise_std / self.num_experts
-            loss_G = loss_G + load_weight * load_loss(clean_GSE, noisy_GSE, sigma, self.top_k, mask_GS)
-        if gshard_weight:
-            loss_G = loss_G + gshard_weight * gshard_loss(noisy_GSE.softmax(-1), mask_GS)
+        if settings.importance_weight:
+            loss_G = loss_G + settings.importance_weight * importance_loss(clean_GSE.softmax(-1), mask_GS)
+        if settings.load_weight and settings.noise_std > 0:
+            load_G = load_loss(clean_GSE, noisy_GSE, self._sigma(), self.top_k, mask_GS)
+            loss_G = loss_G + settings.load_weight * load_G
+        if settings.gshard_weight:
+            loss_G = loss_G + settings.gshard_weight * gshard_loss(noisy_GSE.softmax(-1), mask_GS)
         return mean_over_groups(loss_G, mask_GS)
 
 

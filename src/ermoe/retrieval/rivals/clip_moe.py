@@ -21,7 +21,7 @@ from ermoe.errors import UserError
 from ermoe.models.eigen_init import fill_from_dense
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparsity import Sparsity
-from ermoe.models.upcycle import start_router, upcycle
+from ermoe.models.upcycle import upcycle
 
 ROUTER = "clip-moe"
 
@@ -66,10 +66,10 @@ def mix_text_experts(
     sparsity = Sparsity(blocks=(), num_experts=num_experts, top_k=top_k, router=router)
     for block in model.text.transformer.resblocks:
         ffn = _text_ffn(block)
-        layer: Any = sparsity.layer_like(ffn)
+        layer = sparsity.layer_like(ffn)
         if init == "dense":
             layer.to_empty(device=ffn.up.W.device)
-            start_router(layer, generator)
+            layer.reset_router(generator)
             fill_from_dense(layer, ffn)
         block.mlp = layer.train(block.training)
     model.text_experts = {"num_experts": num_experts, "top_k": top_k, "router": router}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ermoe.analysis.recorder import moe_layers
+from ermoe.nn import moe_layers
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.few_shot import describe, probes, sources
@@ -19,7 +19,8 @@ from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
 def square_bases(model: nn.Module) -> None:
     """Routes by all columns of full-rank bases, r = D, which the layer itself refuses: every expert scores the same."""
     for layer in moe_layers(model).values():
-        layer.router.score.route_rank = layer.experts.dim
+        if layer.score is not None:
+            layer.score.route_rank = layer.experts.dim
 
 
 FULL = Variant("ERMoE (paper's rule)")

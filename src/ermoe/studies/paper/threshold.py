@@ -11,7 +11,7 @@ from torch import nn
 
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
-from ermoe.analysis.recorder import moe_layers
+from ermoe.nn import TopKRouter, moe_layers
 from ermoe.studies.figures import cell, figures_of, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
@@ -55,7 +55,8 @@ def sweep(setup: Setup, method: str, seed: int) -> dict[str, Any]:
 @contextmanager
 def pruning(model: nn.Module, threshold: float) -> Iterator[None]:
     """Within it, experts below the threshold are left out instead of filling up the choice."""
-    routers = [layer.router for layer in moe_layers(model).values()]
+    layers = moe_layers(model).values()
+    routers = [layer.router for layer in layers if isinstance(layer.router, TopKRouter)]
     before = [(router, router.threshold, router.below_threshold) for router in routers]
     try:
         for router in routers:

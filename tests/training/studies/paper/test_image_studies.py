@@ -8,11 +8,11 @@ import timm
 import torch
 from rich.console import Console
 
-from ermoe.analysis.recorder import moe_layers
 from ermoe.data.catalogue import open_images
 from ermoe.errors import UserError
 from ermoe.images.presets import recipe
 from ermoe.models.upcycle import upcycle
+from ermoe.nn import moe_layers
 from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
 from ermoe.studies.paper.images import PAPER_RULE, Source, Variant
 from ermoe.studies.paper.study import Setup, run

@@ -18,9 +18,9 @@ from torch.testing import assert_close
 from ermoe.nn.capacity import places, queue_positions
 from ermoe.nn.registry import build_layer
 from ermoe.nn.rivals.assignment import balanced_assignment
-from ermoe.nn.rivals.base import BaseLayer
 from ermoe.nn.rivals.losses import gshard_loss, importance_loss, load_loss
-from ermoe.nn.rivals.vmoe import VMoERouter
+from ermoe.nn.rivals.vmoe import VMoE, VMoERouter
+from support.base_layer import BaseLayer
 
 FOLDERS = [Path(__file__).with_name("golden")]
 if "ERMOE_DATA" in os.environ:
@@ -110,14 +110,13 @@ def assert_same_slots(router, routing, data, setting, bpr):
 def test_v_moe_ties(path, tag):
     data = load(path)
     gate_GSE = data["tie_gates"]
-    router = VMoERouter(
-        8,
-        num_experts=gate_GSE.shape[-1],
+    settings = VMoE(
         top_k=int(tag[1]),
         capacity_factor=int(tag[2]) / 100,
         capacity_multiple=int(tag[4]),
         batch_priority="eval" if int(tag[3]) else "never",
-    ).eval()
+    )
+    router = VMoERouter(8, gate_GSE.shape[-1], settings).eval()
     combine_GSE = router.choose(gate_GSE).dense_weights().view(gate_GSE.shape)
     assert torch.equal(combine_GSE > 0, data[tag[0]] > 0)
     close(combine_GSE, data[tag[0]])
@@ -129,7 +128,7 @@ def test_v_moe_losses_without_noise(path):
     gate_GSE = data["gates"]
     close(importance_loss(gate_GSE), data["importance_loss"])
     close(gshard_loss(gate_GSE), data["gshard_loss"])
-    router = VMoERouter(8, num_experts=gate_GSE.shape[-1], noise_std=0, importance_weight=1)
+    router = VMoERouter(8, gate_GSE.shape[-1], VMoE(noise_std=0, importance_weight=1))
     close(router.loss(data["logits"], data["logits"]), data["auxiliary_loss"].mean())
 
 
@@ -158,13 +157,11 @@ def test_v_moe_losses_and_their_gradients(path):
 
 
 @pytest.mark.parametrize("path", files("vmoe_aux_losses"))
-def test_v_moe_router_in_training(path):
+def test_v_moe_router_in_training(path, monkeypatch):
     data = load(path)
     clean = data["clean_logits"]
     (G, S, E), weights = clean.shape, data["router_weights_gshard_importance_load"].tolist()
-    router = VMoERouter(
-        E,
-        num_experts=E,
+    settings = VMoE(
         top_k=int(data["num_selected_experts"]),
         noise_std=float(data["noise_std"]),
         capacity_factor=1.0,
@@ -174,8 +171,9 @@ def test_v_moe_router_in_training(path):
         importance_weight=weights[1],
         load_weight=weights[2],
     )
+    router = VMoERouter(E, E, settings)
     nn.init.eye_(router.gate.W)
-    router.noise.like = lambda values: data["eps"].view(values.shape)
+    monkeypatch.setattr(torch, "randn_like", lambda values: data["eps"].view(values.shape))
     routing = router(clean)
     close(routing.dense_weights().view(G, S, E), data["router_combine"])
     close(routing.auxiliary_loss, data["router_auxiliary_loss"].mean())

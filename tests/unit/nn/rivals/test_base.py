@@ -10,8 +10,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from ermoe.nn.rivals.assignment import balanced_assignment
-from ermoe.nn.rivals.base import BaseLayer, BaseRouter
+from ermoe.nn.rivals.base import BaseRouter
 from support import slow_routers as slow
+from support.base_layer import BaseLayer
 from support.routers import DIM, EXPERTS, HIDDEN, build, inputs
 
 

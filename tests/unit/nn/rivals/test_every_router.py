@@ -1,6 +1,7 @@
 """What holds for every router of the registry."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.testing import assert_close
 
 import ermoe
 from ermoe.nn import Experts, MoE, Router, Routing
-from ermoe.nn.registry import LAYERS, build_layer, options_of, routed_by
+from ermoe.nn.registry import LAYERS, build_layer, made_of, options_of
+from ermoe.nn.settings import RouterSettings
 from support.routers import CASES, DIM, EXPERTS, HIDDEN, IDS, VARIANTS, build, inputs, is_per_token, without_noise
 
 every_router = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -276,12 +278,20 @@ def test_ablations_of_the_paper_are_options():
     assert dense.experts.token_basis is None
 
 
+@dataclass(frozen=True)
+class RoundRobin(RouterSettings):
+    first: int = 0
+
+    def router(self, dim, num_experts, **start):
+        return RoundRobinRouter(num_experts, self.first)
+
+
 class RoundRobinRouter(Router):
     """Token t goes to expert (t + first) mod E."""
 
     experts_per_token = 1
 
-    def __init__(self, dim, *, num_experts=8, first=0, generator=None, device=None, dtype=None):
+    def __init__(self, num_experts, first):
         super().__init__()
         self.num_experts, self.first = num_experts, first
 
@@ -293,7 +303,7 @@ class RoundRobinRouter(Router):
 
 
 def test_adding_a_router_is_a_class_and_a_line(monkeypatch):
-    monkeypatch.setitem(LAYERS, "round-robin", routed_by(RoundRobinRouter))
+    monkeypatch.setitem(LAYERS, "round-robin", made_of(RoundRobin))
     layer = build_layer("round-robin", DIM, num_experts=EXPERTS, first=1, experts="eigen", gated=True)
     x, _ = inputs()
     assert layer.route(x).expert_TK[:4, 0].tolist() == [1, 2, 3, 0]
@@ -320,11 +330,10 @@ def test_unknown_names_and_options_are_refused():
         ("v-moe", {"top_k": 9}),
         ("v-moe", {"capacity_factor": 0}),
         ("v-moe", {"eval_capacity_factor": "none"}),
-        ("v-moe", {"capacity_rounding": "floor"}),
         ("v-moe", {"batch_priority": "often"}),
         ("v-moe", {"group_size": 0}),
         ("expert-choice", {"capacity_factor": -1}),
-        ("expert-choice", {"capacity_rounding": "floor"}),
+        ("expert-choice", {"capacity_multiple": 0}),
         ("soft", {"slots_per_expert": 0}),
         ("loss-free", {"score": "tanh"}),
         ("loss-free", {"top_k": 0}),

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 import ermoe
-from ermoe.nn.rivals.vmoe import VMoERouter
+from ermoe.nn.rivals.vmoe import VMoE, VMoERouter
 from support import slow_routers as slow
 from support.routers import DIM, EXPERTS, build, inputs
 
@@ -25,14 +25,14 @@ def test_the_layer_against_a_loop():
 
 
 def test_gates_are_not_renormalised():
-    router = VMoERouter(DIM, num_experts=EXPERTS, capacity_factor=None).eval()
+    router = VMoERouter(DIM, EXPERTS, VMoE(capacity_factor=None)).eval()
     routing = router(inputs()[0])
     assert (routing.weight_TK.sum(-1) < 1).all()
     assert_close(routing.weight_TK, routing.score_TE.topk(2).values)
 
 
 def test_noise_only_in_training_and_of_the_stated_size():
-    router = VMoERouter(DIM, num_experts=EXPERTS, noise_std=2.0, capacity_factor=None)
+    router = VMoERouter(DIM, EXPERTS, VMoE(noise_std=2.0, capacity_factor=None))
     x = inputs(batch=64, tokens=64)[0]
     clean = router.eval()(x).score_TE.log()
     assert torch.equal(router(x).score_TE.log(), clean)

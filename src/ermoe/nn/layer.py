@@ -1,0 +1,124 @@
+"""What all layers of experts have in common, whether they route tokens or mix them, and how to find them in a model.
+
+Letters: G groups (images) of S tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.nn.experts import Experts
+from ermoe.nn.recompute import is_recomputing
+from ermoe.nn.routers import Router, TopKRouter
+from ermoe.nn.routing import Routing
+from ermoe.nn.scores import Score
+
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class MixtureLayer(nn.Module, ABC):
+    """A feed-forward layer made of experts. ``router`` is None where nothing is chosen, as in Soft MoE.
+
+    ``observers`` are functions of a `Routing`; each is called once per forward pass. With ``every_expert = True`` all
+    experts run on all tokens: more work, the same numbers, and nothing but static matrix products, for exporters that
+    know no other.
+    """
+
+    every_expert = False
+    router: Router | None
+    experts: Experts
+
+    def __init__(self, experts: Experts, router: Router | None = None) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.observers: list[Callable[[Routing], None]] = []
+
+    @property
+    def score(self) -> Score | None:
+        """The score by which tokens choose among experts, or None for layers that choose in another way."""
+        return self.router.score if isinstance(self.router, TopKRouter) else None
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether tokens are compared with their attention context."""
+        return self.router is not None and self.router.needs_context
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Mixes expert outputs, in the shape of ``x``, (..., N, D).
+
+        ``context`` has the shape of ``x``; ``mask``, (..., N), is True for real tokens. Padded tokens are not routed,
+        not counted, and get zeros; what they hold, even NaN, reaches nothing.
+        """
+
+    @abstractmethod
+    def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
+        """The routing of ``x``, without running the experts and without counting."""
+
+    @abstractmethod
+    def reset_router(self, generator: torch.Generator | None = None) -> None:
+        """Draws everything but the experts anew."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialises everything, for a layer that was built on the meta device."""
+        self.experts.reset_parameters(generator)
+        self.reset_router(generator)
+
+    def tell_observers(self, routing: Routing) -> None:
+        """Shows a forward pass to whoever watches, unless it is a repetition of one already shown."""
+        if self.observers and not is_recomputing():
+            for observer in self.observers:
+                observer(routing)
+
+
+def moe_layers(model: nn.Module) -> dict[str, MixtureLayer]:
+    """Every layer of experts in a model, by name; wrappers such as DDP leave no trace in the names.
+
+    >>> from ermoe.nn import EigenMoE
+    >>> list(moe_layers(nn.Sequential(nn.Linear(16, 16), EigenMoE(16, num_experts=2))))
+    ['1']
+    """
+    return {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureLayer)
+    }
+
+
+def groups(x: Tensor) -> Tensor:
+    """(..., N, D) as (G, S, D)."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def only_real(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` with zeros in place of padding: times a weight of zero, NaN would still be NaN."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
+    """Raises a ValueError that says what is wrong with a layer's input."""
+    if x.dim() < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
+    if x.shape[-1] != dim:
+        raise ValueError(f"x has width {x.shape[-1]}, the experts have {dim}: build the layer with dim={x.shape[-1]}")
+    if context is None and needs_context:
+        raise ValueError(
+            "this layer scores a token against its attention context, and without one every score is 1: pass "
+            "context= (see ermoe.nn.ContextAttention), or build the layer with score='prototype', 'energy' or 'logit'"
+        )
+    if context is not None and context.shape != x.shape:
+        raise ValueError(f"context has shape {tuple(context.shape)}, x has {tuple(x.shape)}: they must be equal")
+    if mask is not None and mask.shape != x.shape[:-1]:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: need {tuple(x.shape[:-1])}, True for real tokens")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}: need torch.bool, True for real tokens")
+    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+        for name, tensor in (("x", x), ("context", context)):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} holds NaN or infinity (checked because torch's anomaly detection is on)")
