@@ -49,11 +49,11 @@ def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> 
     """All lines in one picture, with a legend where there is more than one."""
     with style():
         drawing = Figure(figsize=(4.1, 2.9), layout="constrained")
-        draw_curves(drawing.subplots(), lines, colours, scale)
+        _draw_curves(drawing.subplots(), lines, colours, scale)
     return drawing
 
 
-def draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> None:
+def _draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> None:
     """The same on given axes."""
     for (name, line), colour in zip(lines.items(), colours, strict=True):
         look: dict[str, Any] = {

@@ -136,7 +136,8 @@ def principal_cosines(basis_EDr: Tensor) -> Tensor:
     """
     orthonormal_EDr, _ = torch.linalg.qr(basis_EDr.double())
     cosines = torch.einsum("idr,jds->ijrs", orthonormal_EDr, orthonormal_EDr)
-    return torch.linalg.svdvals(cosines).clamp_max(1)
+    largest_first: Tensor = torch.linalg.svdvals(cosines).clamp_max(1)
+    return largest_first
 
 
 def subspace_overlap(basis_EDr: Tensor) -> Tensor:

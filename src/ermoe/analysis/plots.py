@@ -104,7 +104,8 @@ def sorted_load(load_E: ArrayLike) -> NDArray[np.float64]:
     [1.5, 1.0, 0.5]
     """
     load = np.sort(np.asarray(load_E, dtype=np.float64))[::-1]
-    return load / max(load.mean(), np.finfo(np.float64).tiny)
+    relative: NDArray[np.float64] = load / max(load.mean(), np.finfo(np.float64).tiny)
+    return relative
 
 
 def class_map(count_CE: ArrayLike, class_names: Sequence[str]) -> Figure:
@@ -143,18 +144,19 @@ def class_shares(count_CE: ArrayLike) -> NDArray[np.float64]:
     """
     count = np.asarray(count_CE, dtype=np.float64)
     total = count.sum(1, keepdims=True)
-    return np.divide(count, total, out=np.full_like(count, np.nan), where=total > 0)
+    share: NDArray[np.float64] = np.divide(count, total, out=np.full_like(count, np.nan), where=total > 0)
+    return share
 
 
 def score_histogram(score_B: ArrayLike, best_score_B: ArrayLike, threshold: float | None) -> Figure:
     """How scores are distributed on [−1, 1]: those of all experts, and each token's best, with the threshold."""
     with style():
         drawing = Figure(figsize=(4.1, 2.7), layout="constrained")
-        draw_score_histogram(drawing.subplots(), score_B, best_score_B, threshold)
+        _draw_score_histogram(drawing.subplots(), score_B, best_score_B, threshold)
     return drawing
 
 
-def draw_score_histogram(axes: Axes, score_B: ArrayLike, best_score_B: ArrayLike, threshold: float | None) -> None:
+def _draw_score_histogram(axes: Axes, score_B: ArrayLike, best_score_B: ArrayLike, threshold: float | None) -> None:
     """Shares of bins of width 0.02."""
     edge = np.linspace(-1, 1, len(np.asarray(score_B)) // 2 + 1)
     shares = {}

@@ -31,7 +31,7 @@ def routing_report(recorder: RoutingRecorder, *, title: str = "Routing") -> Page
     page.section(
         "Load",
         "Experts sorted by usage. A flat line at 1 means that all have equal work.",
-        [grid(load_panels(recorder))],
+        [grid(_load_panels(recorder))],
     )
     if recorder.class_names:
         page.section(
@@ -55,7 +55,7 @@ def routing_report(recorder: RoutingRecorder, *, title: str = "Routing") -> Page
     return page
 
 
-def load_panels(recorder: RoutingRecorder) -> list[Markup]:
+def _load_panels(recorder: RoutingRecorder) -> list[Markup]:
     """Load curves of all layers: by number of choices, and by mixing weight."""
     colours = plots.depth_colours(len(recorder.tallies))
     by_count = {name or "layer": tally.totals.count_E.cpu() for name, tally in recorder.tallies.items()}

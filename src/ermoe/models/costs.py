@@ -14,7 +14,7 @@ from ermoe.models.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class _Published:
     """Figures that the paper prints: parameters in millions, multiply-adds in billions."""
 
     total: float
@@ -24,8 +24,8 @@ class Published:
 
 
 PAPER = {
-    "paper-b16": Published(total=243.0, active=113.2, multiply_adds=23.6, routing=1.169),
-    "v-moe-b16": Published(total=284.9, active=129.9, multiply_adds=26.3),
+    "paper-b16": _Published(total=243.0, active=113.2, multiply_adds=23.6, routing=1.169),
+    "v-moe-b16": _Published(total=284.9, active=129.9, multiply_adds=26.3),
 }
 
 WHAT_DOES_NOT_FIT = (

@@ -77,9 +77,9 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
         layer: MixtureLayer = block.mlp
         if isinstance(layer, MoE):
             part["routing"] += flops[f"{name}.mlp.router"]
-            part["experts"] += round(num_tokens * layer.router.experts_per_token) * flops_per_row(layer.experts)
+            part["experts"] += round(num_tokens * layer.router.experts_per_token) * _flops_per_row(layer.experts)
         elif isinstance(layer, SoftMoE):  # all of its slots are always full
-            experts = layer.experts.num_experts * layer.slots_per_expert * flops_per_row(layer.experts)
+            experts = layer.experts.num_experts * layer.slots_per_expert * _flops_per_row(layer.experts)
             part["routing"] += ffn - experts
             part["experts"] += experts
         if layer.needs_context:
@@ -92,7 +92,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     return Count(total, total - _idle_parameters(model), Flops(**part))
 
 
-def flops_per_row(experts: Experts) -> int:
+def _flops_per_row(experts: Experts) -> int:
     """What one expert costs one token: two operations for every entry of its matrices, multiplied out or not."""
     return 2 * sum(p.numel() for p in experts.parameters() if p.dim() == 3) // experts.num_experts
 

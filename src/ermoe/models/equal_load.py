@@ -32,7 +32,7 @@ def equal_load_offsets(score_TE: Tensor, top_k: int, *, threshold: float | None 
     num_tokens, num_experts = score_TE.shape
     if num_tokens == 0 or top_k >= num_experts:
         return score_TE.new_zeros(num_experts)
-    eligible_TE, fixed_E = eligibility(score_TE, threshold)
+    eligible_TE, fixed_E = _eligibility(score_TE, threshold)
     kept_T = eligible_TE.sum(1).clamp_max(top_k)
     share_E = ((kept_T.sum() + fixed_E.sum()) / num_experts - fixed_E).clamp_min(0)
     open_TE = score_TE.masked_fill(~eligible_TE, -torch.inf)
@@ -50,7 +50,7 @@ def equal_load_offsets(score_TE: Tensor, top_k: int, *, threshold: float | None 
     return best_offset_E - best_offset_E.mean()
 
 
-def eligibility(score_TE: Tensor, threshold: float | None) -> tuple[Tensor, Tensor]:
+def _eligibility(score_TE: Tensor, threshold: float | None) -> tuple[Tensor, Tensor]:
     """Which experts a token may choose among, (T, E), and how many tokens have none and go to their best, (E,)."""
     if threshold is None:
         return torch.ones_like(score_TE, dtype=torch.bool), score_TE.new_zeros(score_TE.shape[1])

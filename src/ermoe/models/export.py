@@ -30,8 +30,8 @@ from ermoe.models.static_path import every_expert, input_shape
 from ermoe.nn import MoE, moe_layers
 from ermoe.nn.capacity import places
 
-PATHS = ("every-expert", "capacity")
-FORMATS = {".onnx": "onnx", ".pt2": "torch"}
+_PATHS = ("every-expert", "capacity")
+_FORMATS = {".onnx": "onnx", ".pt2": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ def export(
         dynamic_batch: whether the file takes any number of images at once, or one.
     """
     file = Path(file)
-    if file.suffix not in FORMATS:
+    if file.suffix not in _FORMATS:
         raise UserError(f"{file}: the name decides the format, so end it in .onnx or .pt2")
-    if path not in PATHS:
+    if path not in _PATHS:
         raise UserError(f"path={path!r}: use 'every-expert' (exact) or 'capacity' (cheaper)")
     if file.suffix == ".onnx" and next(model.parameters()).dtype == torch.bfloat16:
         raise UserError(f"{file}: onnxruntime knows no bfloat16; export model.float(), or to a name that ends in .pt2")
@@ -75,7 +75,7 @@ def export(
     with torch.no_grad(), evaluating(model):
         expected = _TensorOutput(model)(images)
     with replacing(file) as draft:
-        if FORMATS[file.suffix] == "torch":
+        if _FORMATS[file.suffix] == "torch":
             torch.export.save(program, draft)
             outputs = torch.export.load(draft).module()(images)
         else:
@@ -113,7 +113,7 @@ def _refuse_shared_places(model: nn.Module) -> None:
             )
 
 
-class CapacityMoE(MoE):
+class _CapacityMoE(MoE):
     """A layer whose experts have a fixed number of places per image, filled in the order of falling weight.
 
     With room for every token it equals the layer it was made of.
@@ -138,13 +138,13 @@ class CapacityMoE(MoE):
 
 
 def limit_places(model: nn.Module, capacity_factor: float) -> None:
-    """Makes every layer of a model a `CapacityMoE`, in place; layers that choose nothing have static shapes already."""
+    """Gives the experts of every layer a fixed number of places, in place; layers that choose nothing need none."""
     if not capacity_factor > 0:
         raise UserError(f"capacity_factor={capacity_factor}: use a positive number")
     for layer in moe_layers(model).values():
         if isinstance(layer, MoE):
             limited: Any = layer
-            limited.__class__ = CapacityMoE
+            limited.__class__ = _CapacityMoE
             limited.capacity_factor = capacity_factor
 
 
@@ -159,7 +159,8 @@ class _TensorOutput(nn.Module):
         outputs: Any = self.model(images)
         if isinstance(outputs, Tensor):
             return outputs
-        return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        tensor: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        return tensor
 
 
 def _write_onnx(program: ExportedProgram, file: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import Json, replacing
 from ermoe.models.weights.checkpoints import first_line, read_checkpoint
 from ermoe.models.weights.rebuild import describe, is_registered, rebuild
 from ermoe.models.weights.state import load_state
@@ -68,7 +68,7 @@ def weightless(source: str | os.PathLike[str]) -> nn.Module:
     return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
 
 
-def _config(model: Any) -> dict[str, Any]:
+def _config(model: Any) -> Json:
     """What `ermoe.load` needs, beside what timm needs for ``local-dir:``."""
     description = describe(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -91,7 +91,7 @@ def _config(model: Any) -> dict[str, Any]:
     }
 
 
-def _pretrained_cfg(model: Any) -> dict[str, Any]:
+def _pretrained_cfg(model: Any) -> Json:
     """How images are to be prepared, without the address of weights that are no longer these."""
     kept = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "pool_size")
     patches = model.patch_embed
@@ -137,9 +137,9 @@ def _from_hub(source: str) -> Path:
         ) from problem
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> Json:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config: Json = json.loads(path.read_text(encoding="utf-8"))
         if not {"family", "dense", "sparsity", "merged"} <= config["ermoe"].keys():
             raise KeyError("ermoe")
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _rebuild(config: dict[str, Any], path: Path, *, device: str = "cpu") -> nn.Module:
+def _rebuild(config: Json, path: Path, *, device: str = "cpu") -> nn.Module:
     try:
         return rebuild(config["ermoe"], device=device).to(_precision(config["dtype"]))
     except UserError:
@@ -165,7 +165,7 @@ def _precision(name: str) -> torch.dtype:
     return dtype
 
 
-def _check_same_save(folder: Path, config: dict[str, Any]) -> None:
+def _check_same_save(folder: Path, config: Json) -> None:
     """A save that was interrupted between its two files left weights that do not belong to the configuration."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as weights:

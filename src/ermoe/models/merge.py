@@ -31,7 +31,7 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     model = model if inplace else copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, MoE):
-            merge_layer(layer)
+            _merge_layer(layer)
     sparsity = getattr(model, "sparsity", None)
     if isinstance(sparsity, Sparsity):
         mark_sparse(model, replace(sparsity, merged=True))
@@ -39,18 +39,18 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 @torch.no_grad()
-def merge_layer(layer: MoE) -> None:
+def _merge_layer(layer: MoE) -> None:
     """Multiplies out the factors of one layer, in place."""
     experts = layer.experts
     entry = experts.up if experts.gate is None else experts.gate
     for name, linear in list(experts.named_children()):
-        if isinstance(linear, EigenLinear) and is_cheaper_merged(linear):
+        if isinstance(linear, EigenLinear) and _is_cheaper_merged(linear):
             if linear is entry and isinstance(layer.router, TopKRouter):
                 _keep_routing_basis(layer.router.score, linear)
             setattr(experts, name, _merged(linear))
 
 
-def is_cheaper_merged(linear: EigenLinear) -> bool:
+def _is_cheaper_merged(linear: EigenLinear) -> bool:
     """Whether R (I + O) > I · O."""
     (_, in_dim, rank), out_dim = linear.U.shape, linear.V.shape[1]
     return rank * (in_dim + out_dim) > in_dim * out_dim

@@ -78,11 +78,13 @@ class Moments:
     def principal_outputs(self, weight_IO: Tensor, rank: int, *, is_down: bool) -> Tensor:
         """The ``rank`` orthonormal directions in which the outputs of a weight vary most, (O, R)."""
         if is_down:  # its outputs were seen
-            return torch.linalg.eigh(self.covariance_y)[1].flip(-1)[:, :rank]
+            principal_OO: Tensor = torch.linalg.eigh(self.covariance_y)[1].flip(-1)
+            return principal_OO[:, :rank]
         # Outputs x W have covariance WᵀCW; its eigenvectors are the right singular vectors of √C W.
         eigenvalue, eigenvector = torch.linalg.eigh(self.covariance_x)
         root = eigenvalue.clamp_min(0).sqrt().unsqueeze(1) * eigenvector.mT
-        return torch.linalg.svd(root @ weight_IO, full_matrices=False)[2].mT[:, :rank]
+        right_OI: Tensor = torch.linalg.svd(root @ weight_IO, full_matrices=False)[2].mT
+        return right_OI[:, :rank]
 
 
 def collect(model: nn.Module, networks: dict[str, FFN], batches: Iterable[Any]) -> dict[str, Moments]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
+from ermoe.models.sparsity import Options
 from ermoe.models.upcycle import upcycle
 
 
@@ -20,8 +21,8 @@ class Preset:
     """A timm backbone and the options that make it sparse; ``sparsity=None`` leaves it dense."""
 
     architecture: str
-    sparsity: dict[str, Any] | None
-    args: dict[str, Any] = field(default_factory=dict)
+    sparsity: Options | None
+    args: Options = field(default_factory=dict)
 
     def build(
         self, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None, **args: Any
@@ -34,7 +35,7 @@ class Preset:
         return upcycle(model, init="random", inplace=True, generator=generator, **self.sparsity)
 
 
-def paper_b16() -> Preset:
+def _paper_b16() -> Preset:
     """The paper's ViT-B/16: 8 experts, 2 a token, in blocks 1, 3, …, 11; T = 0.5, no offsets.
 
     The paper gives neither rank. R = 504 is the multiple of 8 that comes nearest to its 243.0 M parameters; r = 56
@@ -43,44 +44,44 @@ def paper_b16() -> Preset:
     return Preset("vit_base_patch16_224", {"rank": 504, "route_rank": 56, "balance": "none"})
 
 
-def parity_b16() -> Preset:
+def _parity_b16() -> Preset:
     """ViT-B/16 at full rank, which equals a dense ViT-B/16 exactly after `ermoe.upcycle`."""
     return Preset("vit_base_patch16_224", {})
 
 
-def dense_experts_b16() -> Preset:
+def _dense_experts_b16() -> Preset:
     """ViT-B/16 with plain expert weights beside a routing basis: exact parity at V-MoE's cost plus routing."""
     return Preset("vit_base_patch16_224", {"experts": "dense"})
 
 
-def v_moe_b16() -> Preset:
+def _v_moe_b16() -> Preset:
     """V-MoE B/16, every-2, 8 experts, 2 a token: the paper's main baseline."""
     return Preset("vit_base_patch16_224", {"router": "v-moe"})
 
 
-def vit_b16() -> Preset:
+def _vit_b16() -> Preset:
     """The dense ViT-B/16 that all of these start from."""
     return Preset("vit_base_patch16_224", None)
 
 
-def small_s16() -> Preset:
+def _small_s16() -> Preset:
     """ViT-S/16 at full rank."""
     return Preset("vit_small_patch16_224", {})
 
 
-def tiny_ti16() -> Preset:
+def _tiny_ti16() -> Preset:
     """ViT-Ti/16 at full rank."""
     return Preset("vit_tiny_patch16_224", {})
 
 
 PRESETS: dict[str, Callable[[], Preset]] = {
-    "paper-b16": paper_b16,
-    "parity-b16": parity_b16,
-    "dense-experts-b16": dense_experts_b16,
-    "v-moe-b16": v_moe_b16,
-    "vit-b16": vit_b16,
-    "small-s16": small_s16,
-    "tiny-ti16": tiny_ti16,
+    "paper-b16": _paper_b16,
+    "parity-b16": _parity_b16,
+    "dense-experts-b16": _dense_experts_b16,
+    "v-moe-b16": _v_moe_b16,
+    "vit-b16": _vit_b16,
+    "small-s16": _small_s16,
+    "tiny-ti16": _tiny_ti16,
 }
 
 

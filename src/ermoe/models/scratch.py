@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
+    from ermoe.models.sparsity import Options
+
+FROM_SCRATCH: Options = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
 """Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
 it, attention is not bent to the routing, and no chosen expert is left without a share of the mixture."""
 
 
-def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
+def from_scratch(sparsity: Options | None) -> Options | None:
     """Options of `ermoe.upcycle`, with those of `FROM_SCRATCH` for the eigen router; rivals' are left as they are.
 
     >>> from_scratch({"balance": "offset"})

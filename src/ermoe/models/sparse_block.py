@@ -43,10 +43,11 @@ class SparseBlock(nn.Module):
         self, z_BND: Tensor, alpha_BNN: Tensor | None, attended_BND: Tensor, mask_BN: Tensor | None = None
     ) -> Tensor:
         """The expert layer on ``z_BND``, with the context its router asks for (Eq. 2)."""
-        if alpha_BNN is None:
-            return self.mlp(z_BND, mask=mask_BN)
-        averaged_BND = z_BND if self.context_of == "features" else attended_BND
-        return self.mlp(z_BND, context(alpha_BNN, averaged_BND), mask_BN)
+        context_BND = None
+        if alpha_BNN is not None:
+            context_BND = context(alpha_BNN, z_BND if self.context_of == "features" else attended_BND)
+        mixed_BND: Tensor = self.mlp(z_BND, context_BND, mask_BN)
+        return mixed_BND
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, scale: float, dropout: float

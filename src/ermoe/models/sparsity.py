@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import CONTEXT_SOURCES
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import build_layer, options_of
+
+Options: TypeAlias = dict[str, Any]
+"""Keywords of `ermoe.upcycle` or of timm, by name; plain values where a model is to be saved."""
 
 # Options of expert layers that follow from the network they replace.
 _GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "device", "dtype")
@@ -33,7 +36,7 @@ class Sparsity:
     context_of: str = "features"
     context_grad: bool = True
     merged: bool = False
-    layer_options: dict[str, Any] = field(default_factory=dict)
+    layer_options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.context_of not in CONTEXT_SOURCES:
@@ -74,7 +77,7 @@ class Sparsity:
         except ValueError as problem:
             raise UserError(str(problem)) from problem
 
-    def as_options(self) -> dict[str, Any]:
+    def as_options(self) -> Options:
         """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
         names = {option.name for option in fields(self)} - {"merged", "layer_options"}
         own = {name: getattr(self, name) for name in sorted(names)}

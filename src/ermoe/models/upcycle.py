@@ -21,7 +21,7 @@ from ermoe.nn.registry import LAYERS, options_of
 _log = logging.getLogger("ermoe")
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
-INITS = ("dense", "same", "random", "empty")
+_INITS = ("dense", "same", "random", "empty")
 
 
 def upcycle(
@@ -71,7 +71,7 @@ def upcycle(
     >>> torch.allclose(sparse(images), dense(images), atol=1e-5)
     True
     """
-    if init not in INITS:
+    if init not in _INITS:
         raise UserError(f"init={init!r}: use 'dense' (experts start as the dense network), 'same' or 'random'")
     family = family_of(model)
     if router not in LAYERS:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
-from ermoe.models.weights.rebuild import rebuild
+from ermoe.models.weights.rebuild import Description, rebuild
 
 __all__ = ["SparseVisionTransformer"]
 
@@ -125,7 +125,7 @@ def test_ermoe_vit2(pretrained: bool = False, **options: Any) -> nn.Module:  # n
     return _create("test_ermoe_vit2", pretrained, size, options)
 
 
-_EXAMPLE = {
+_EXAMPLE: Description = {
     "family": "timm_vit",
     "dense": {"architecture": "test_vit", "args": {}},
     "sparsity": {"num_experts": 4},
@@ -134,7 +134,7 @@ _EXAMPLE = {
 
 
 @register_model
-def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any] = _EXAMPLE, **options: Any) -> nn.Module:
+def ermoe_upcycled(pretrained: bool = False, *, description: Description = _EXAMPLE, **options: Any) -> nn.Module:
     """Any timm model that was made sparse, as `ermoe.save` describes it: the target of timm's ``local-dir:``.
 
     Without a description it is a very small one, because timm promises that every name it lists can be created.
@@ -144,7 +144,7 @@ def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any] = _E
         dense = {**description["dense"], "args": {**description["dense"]["args"], **args}}
         return rebuild({**description, "dense": dense}, init="empty" if pretrained else "random")
 
-    model: Any = build_model_with_cfg(
+    model: nn.Module = build_model_with_cfg(
         build,
         "ermoe_upcycled",
         pretrained,
@@ -153,5 +153,6 @@ def ermoe_upcycled(pretrained: bool = False, *, description: dict[str, Any] = _E
         **options,
     )
     # The model says what it is, not how it was found, so that it can be written down again.
-    model.pretrained_cfg["architecture"] = description["dense"]["architecture"]
+    remembered: Any = model.pretrained_cfg
+    remembered["architecture"] = description["dense"]["architecture"]
     return model

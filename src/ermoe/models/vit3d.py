@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.nn import ContextAttention
 
 
@@ -30,10 +30,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """(B, N, D) → (B, N, D)."""
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x_BND)))))
+        out_BND: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x_BND)))))
+        return out_BND
 
 
-class DropPath(nn.Module):
+class _DropPath(nn.Module):
     """Leaves out the whole residual of some sequences in training, and scales the others to the same mean."""
 
     def __init__(self, rate: float) -> None:
@@ -64,15 +65,16 @@ class VolumeBlock(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = ContextAttention(dim, num_heads, attn_drop=attn_drop, proj_drop=proj_drop)
-        self.drop_path1 = DropPath(drop_path)
+        self.drop_path1 = _DropPath(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = FeedForward(dim, int(dim * mlp_ratio), drop=proj_drop)
-        self.drop_path2 = DropPath(drop_path)
+        self.drop_path2 = _DropPath(drop_path)
 
     def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """``mask_BN`` is True for real tokens; nobody looks at the others."""
         x_BND = x_BND + self.drop_path1(self.attn(self.norm1(x_BND), mask_BN))
-        return x_BND + self.drop_path2(self.mlp(self.norm2(x_BND)))
+        out_BND: Tensor = x_BND + self.drop_path2(self.mlp(self.norm2(x_BND)))
+        return out_BND
 
 
 class ViT3D(nn.Module):
@@ -124,7 +126,7 @@ class ViT3D(nn.Module):
         if patch_size < 1:
             raise UserError(f"patch_size={patch_size}: a cube has an edge of at least one voxel")
         _check_pool(global_pool)
-        self.config: dict[str, Any] = {
+        self.config: Json = {
             "volume_size": list(volume_size),
             "patch_size": patch_size,
             "in_chans": in_chans,
@@ -189,13 +191,16 @@ class ViT3D(nn.Module):
                 x_BND = checkpoint(block, x_BND, mask_BN, use_reentrant=False)
             else:
                 x_BND = block(x_BND, mask_BN)
-        return self.norm(x_BND)
+        normal_BND: Tensor = self.norm(x_BND)
+        return normal_BND
 
     def forward_head(self, x_BND: Tensor, mask_BN: Tensor | None = None, pre_logits: bool = False) -> Tensor:
         """Pooling, and the classifier unless ``pre_logits``."""
         pooled_BD = x_BND[:, 0] if self.global_pool == "token" else _mean_of_real(x_BND[:, 1:], mask_BN)
-        pooled_BD = self.head_drop(pooled_BD)
-        return pooled_BD if pre_logits else self.head(pooled_BD)
+        out: Tensor = self.head_drop(pooled_BD)
+        if not pre_logits:
+            out = self.head(out)
+        return out
 
     def tokenize(self, volume: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Tokens with their positions, (B, N, D), and which of them are real, (B, N); None if all are."""
@@ -233,7 +238,7 @@ class ViT3D(nn.Module):
         """Parameters that weight decay must not touch."""
         return {"pos_embed", "cls_token"}
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict[str, str | list[tuple[str, tuple[int] | None]]]:
         """timm's description of the layers, for layer-wise learning rates."""
         return {
             "stem": r"^cls_token|pos_embed|patch_embed",

@@ -32,7 +32,7 @@ def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Gene
     return basis_EnR.float()
 
 
-def gram_error(basis_EnR: Tensor) -> Tensor:
+def _gram_error(basis_EnR: Tensor) -> Tensor:
     """UᵀU − I for every expert, (E, R, R)."""
     gram_ERR = basis_EnR.mT @ basis_EnR
     return gram_ERR - torch.eye(gram_ERR.shape[-1], dtype=gram_ERR.dtype, device=gram_ERR.device)
@@ -40,7 +40,7 @@ def gram_error(basis_EnR: Tensor) -> Tensor:
 
 def orthonormality_error(basis_EnR: Tensor) -> Tensor:
     """The spectral norm ‖UᵀU − I‖₂ of each expert's basis, (E,)."""
-    eigenvalue_ER: Tensor = torch.linalg.eigvalsh(gram_error(basis_EnR.double()))
+    eigenvalue_ER: Tensor = torch.linalg.eigvalsh(_gram_error(basis_EnR.double()))
     return eigenvalue_ER.abs().amax(-1)
 
 
@@ -49,7 +49,7 @@ class _OrthogonalityPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, basis_EnR: Tensor) -> Tensor:
-        error_ERR = gram_error(basis_EnR)
+        error_ERR = _gram_error(basis_EnR)
         ctx.save_for_backward(basis_EnR, error_ERR)
         return error_ERR.square().sum()
 

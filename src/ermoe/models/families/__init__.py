@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
 
@@ -39,10 +40,10 @@ class Family(Protocol):
     def image_size(self, model: Any) -> tuple[int, ...]:
         """The model's own size of images (height, width) or volumes."""
 
-    def describe(self, model: Any) -> dict[str, Any]:
+    def describe(self, model: Any) -> Json:
         """What it takes to build the model's dense form again, as plain as JSON."""
 
-    def build(self, description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         """The dense model a description means, freshly initialised."""
 
 

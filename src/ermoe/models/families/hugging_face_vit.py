@@ -14,6 +14,7 @@ from transformers.models.vit import modeling_vit
 from transformers.models.vit.modeling_vit import ViTLayer, ViTMLP
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
@@ -27,7 +28,8 @@ class SparseViTLayer(SparseBlock, ViTLayer):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         attended, alpha_BNN = self._attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
         x = hidden_states + self.dropout(attended)
-        return x + self.dropout(self.mix(self.layernorm_after(x), alpha_BNN, attended))
+        out: Tensor = x + self.dropout(self.mix(self.layernorm_after(x), alpha_BNN, attended))
+        return out
 
     def _attention(self, x_BND: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         attn = self.attention
@@ -80,7 +82,7 @@ def ffn(block: Any) -> FFN:
 
 def num_tokens(model: Any) -> int:
     """Length of the sequence at the model's own image size."""
-    return model.base_model.embeddings.position_embeddings.shape[1]
+    return int(model.base_model.embeddings.position_embeddings.shape[1])
 
 
 def image_size(model: Any) -> tuple[int, ...]:
@@ -88,12 +90,12 @@ def image_size(model: Any) -> tuple[int, ...]:
     return tuple(model.base_model.embeddings.patch_embeddings.image_size)
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Any) -> Json:
     """The class and its configuration."""
     return {"class": type(model).__name__, "config": model.config.to_diff_dict()}
 
 
-def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+def build(description: Json, *, device: str = "cpu") -> nn.Module:
     """The dense model a description means, freshly initialised."""
     name = description["class"]
     if name not in modeling_vit.__all__:
@@ -104,4 +106,5 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
             f"attn_implementation={config._attn_implementation!r}: write 'eager' or 'sdpa' into config.json"
         )
     with torch.device(device):
-        return getattr(modeling_vit, name)(config)
+        model: nn.Module = getattr(modeling_vit, name)(config)
+    return model

@@ -17,6 +17,7 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.families import timm_ffn
 from ermoe.models.sparse_block import dense_network
 
@@ -81,7 +82,7 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Any) -> Json:
     """The architecture's name and the arguments in which this model differs from it."""
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not architecture:
@@ -97,7 +98,7 @@ def describe(model: Any) -> dict[str, Any]:
     return {"architecture": architecture, "args": args}
 
 
-def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+def build(description: Json, *, device: str = "cpu") -> nn.Module:
     """The model a description means, freshly initialised."""
     architecture = description["architecture"]
     if ":" in architecture:
@@ -114,7 +115,7 @@ def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
 
 def num_tokens(model: Any) -> int:
     """Length of the sequence at the model's own image size."""
-    return model.patch_embed.num_patches + model.num_prefix_tokens
+    return int(model.patch_embed.num_patches + model.num_prefix_tokens)
 
 
 def image_size(model: Any) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class SparseEvaBlock(SparseBlock, EvaBlock):
     ) -> Tensor:
         attended, alpha_BNN = self._attention(self.norm1(x), rope, attn_mask, is_causal)
         x = x + self.drop_path1(_scaled(attended, self.gamma_1))
-        return x + self.drop_path2(_scaled(self.mix(self.norm2(x), alpha_BNN, attended), self.gamma_2))
+        out: Tensor = x + self.drop_path2(_scaled(self.mix(self.norm2(x), alpha_BNN, attended), self.gamma_2))
+        return out
 
     def _attention(
         self, x_BND: Tensor, rope: Tensor | None, attn_mask: Tensor | None, is_causal: bool

@@ -24,7 +24,8 @@ class SparseViTBlock(SparseBlock, Block):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         attended, alpha_BNN = self._attention(self.norm1(x), attn_mask, is_causal)
         x = x + self.drop_path1(self.ls1(attended))
-        return x + self.drop_path2(self.ls2(self.mix(self.norm2(x), alpha_BNN, attended)))
+        out: Tensor = x + self.drop_path2(self.ls2(self.mix(self.norm2(x), alpha_BNN, attended)))
+        return out
 
     def _attention(self, x_BND: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor | None]:
         attn: Any = self.attn

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, VisionTransformer
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
 
 
-class SparseEncoderBlock(SparseBlock, EncoderBlock):
+class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed
     """torchvision's encoder block with experts."""
 
     dense_class = EncoderBlock
@@ -29,7 +30,8 @@ class SparseEncoderBlock(SparseBlock, EncoderBlock):
     def forward(self, input: Tensor) -> Tensor:
         attended, alpha_BNN = self._attention(self.ln_1(input))
         x = input + self.dropout(attended)
-        return x + self.mix(self.ln_2(x), alpha_BNN, attended)
+        out: Tensor = x + self.mix(self.ln_2(x), alpha_BNN, attended)
+        return out
 
     def _attention(self, x_BND: Tensor) -> tuple[Tensor, Tensor | None]:
         attn: Any = self.self_attention  # an nn.MultiheadAttention
@@ -72,7 +74,7 @@ def ffn(block: Any) -> FFN:
 
 def num_tokens(model: Any) -> int:
     """Length of the sequence."""
-    return model.seq_length
+    return int(model.seq_length)
 
 
 def image_size(model: Any) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ def image_size(model: Any) -> tuple[int, ...]:
     return (model.image_size, model.image_size)
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Any) -> Json:
     """The arguments of torchvision's constructor."""
     if not isinstance(model.conv_proj, nn.Conv2d):
         raise UserError("this torchvision model has a convolutional stem, which ermoe does not know how to write down")
@@ -93,7 +95,8 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
-def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+def build(description: Json, *, device: str = "cpu") -> nn.Module:
     """The dense model a description means, freshly initialised."""
     with torch.device(device):
-        return VisionTransformer(**description)
+        model: nn.Module = VisionTransformer(**description)
+    return model

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
@@ -28,7 +29,8 @@ class SparseVolumeBlock(SparseBlock, VolumeBlock):
         else:
             attended, alpha_BNN = self.attn(self.norm1(x_BND), mask_BN), None
         x_BND = x_BND + self.drop_path1(attended)
-        return x_BND + self.drop_path2(self.mix(self.norm2(x_BND), alpha_BNN, attended, mask_BN))
+        out_BND: Tensor = x_BND + self.drop_path2(self.mix(self.norm2(x_BND), alpha_BNN, attended, mask_BN))
+        return out_BND
 
 
 SPARSE_BLOCK = SparseVolumeBlock
@@ -61,7 +63,7 @@ def ffn(block: Any) -> FFN:
 
 def num_tokens(model: Any) -> int:
     """Length of the sequence for a volume of the model's own size."""
-    return 1 + math.prod(model.grid_size)
+    return int(1 + math.prod(model.grid_size))
 
 
 def image_size(model: Any) -> tuple[int, ...]:
@@ -69,12 +71,12 @@ def image_size(model: Any) -> tuple[int, ...]:
     return tuple(model.config["volume_size"])
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Any) -> Json:
     """The arguments of the constructor."""
     return {**model.config, "num_classes": model.num_classes, "global_pool": model.global_pool}
 
 
-def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+def build(description: Json, *, device: str = "cpu") -> nn.Module:
     """The dense model a description means, freshly initialised."""
     with torch.device(device):
         return ViT3D(**description)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
 
@@ -52,7 +53,7 @@ def image_size(model: Any) -> tuple[int, ...]:
     return ()
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Any) -> Json:
     """The class and the arguments of its constructor, those that can be changed as they are now."""
     if not hasattr(model, "config"):
         raise UserError(
@@ -63,7 +64,7 @@ def describe(model: Any) -> dict[str, Any]:
     return {"class": type(model).__name__, **model.config, **now, "num_classes": model.num_classes}
 
 
-def build(description: dict[str, Any], *, device: str = "cpu") -> nn.Module:
+def build(description: Json, *, device: str = "cpu") -> nn.Module:
     """The network a description means, freshly initialised."""
     arguments = {name: value for name, value in description.items() if name != "class"}
     # Built on the CPU first: MONAI reads numbers from tensors while it builds, which the meta device does not have.

@@ -102,8 +102,9 @@ def _computed(twin: nn.Module) -> nn.Module:
     """The module with the values of its buffers, where it has timm's method that computes them."""
     if not hasattr(twin, "init_non_persistent_buffers"):
         return twin
-    real: Any = copy.deepcopy(twin).to_empty(device="cpu")
-    real.init_non_persistent_buffers()
+    real = copy.deepcopy(twin).to_empty(device="cpu")
+    computing: Any = real
+    computing.init_non_persistent_buffers()
     return real
 
 

@@ -96,11 +96,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     state = read_checkpoint(path)
     resized: tuple[str, ...] = ()
     if isinstance(model, VisionTransformer):
-        state, resized = fit_sizes(to_timm(state), model)
+        state, resized = fit_sizes(_to_timm(state), model)
     return load_state(model, state, source=path, strict=strict, resized=resized)
 
 
-def to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a ViT under timm's names, from whichever dialect they are in."""
     if any(name.startswith("Transformer/") for name in state):
         return _join_qkv(_translate(_from_google(state), _GOOGLE))
@@ -181,6 +181,7 @@ def _resize_positions(positions: Tensor, model: VisionTransformer) -> Tensor:
     num_patches = positions.shape[1] - num_prefix_tokens
     if num_patches < 1 or math.isqrt(num_patches) ** 2 != num_patches:
         return positions  # not those of a square image: they are reported as they are
-    return resample_abs_pos_embed(
+    resized: Tensor = resample_abs_pos_embed(
         positions, new_size=list(model.patch_embed.grid_size), num_prefix_tokens=num_prefix_tokens
     )
+    return resized

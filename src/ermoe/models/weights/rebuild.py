@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.families import family_name, family_named, family_of
 from ermoe.models.merge import merge
+from ermoe.models.sparsity import Options
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.compare import difference
 from ermoe.nn import Balance
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+class Description(TypedDict):
+    """A model as plain data: its family, its dense form, and the options that made it sparse (None if it is dense)."""
+
+    family: str
+    dense: Json
+    sparsity: Options | None
+    merged: bool
+
+
+def describe(model: nn.Module) -> Description:
     """The backbone's family, its dense form, and the options that made it sparse (None if it is dense).
 
     What is written is built at once, and compared: what a description cannot say is an error now, not a wrong model
     when it is loaded.
     """
     sparsity = getattr(model, "sparsity", None)
-    description = {
+    description: Description = {
         "family": family_name(model),
         "dense": family_of(model).describe(model),
         "sparsity": None if sparsity is None else sparsity.as_options(),
@@ -38,7 +49,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return description
 
 
-def rebuild(description: dict[str, Any], *, device: str = "cpu", init: str = "empty") -> nn.Module:
+def rebuild(description: Description, *, device: str = "cpu", init: str = "empty") -> nn.Module:
     """The model a description means: freshly initialised (``init="random"``), or about to be given its weights."""
     dense, sparsity = description["dense"], description["sparsity"]
     family = family_named(description["family"])
@@ -55,7 +66,7 @@ def rebuild(description: dict[str, Any], *, device: str = "cpu", init: str = "em
     return merge(model, inplace=True) if description["merged"] else model
 
 
-def is_registered(dense: dict[str, Any]) -> bool:
+def is_registered(dense: Json) -> bool:
     """Whether timm itself creates the sparse model by its name."""
     if "ermoe" not in dense.get("architecture", ""):
         return False

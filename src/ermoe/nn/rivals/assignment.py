@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+_Floats = NDArray[np.float64]
+_Bools = NDArray[np.bool_]
 
 _SMOOTHING_STEPS = 30
 _RELATIVE_TOLERANCE = 1e-12  # of the largest score: below it, a gain is rounding
@@ -50,7 +50,7 @@ def _(score_TE: Tensor) -> Tensor:
     return torch.empty(score_TE.shape[0], dtype=torch.long, device=score_TE.device)
 
 
-def _smooth_prices(score: Floats) -> Floats:
+def _smooth_prices(score: _Floats) -> _Floats:
     """Prices (E,) at which softened choices balance: each step is p += τ log(E · share), while τ falls (Sinkhorn)."""
     num_experts = score.shape[1]
     price = np.zeros(num_experts)
@@ -66,7 +66,7 @@ def _smooth_prices(score: Floats) -> Floats:
     return price
 
 
-def _preferred(value: Floats) -> NDArray[np.int64]:
+def _preferred(value: _Floats) -> NDArray[np.int64]:
     """The expert of largest value for each token; tokens that are indifferent take turns."""
     is_best = value == value.max(1, keepdims=True)
     turn = np.arange(len(value)) % is_best.sum(1)
@@ -81,7 +81,7 @@ class _Assignment:
     token sits at its largest score − price, which is why all ``loss − price[e] + price[f]`` are non-negative.
     """
 
-    def __init__(self, score: Floats, price: Floats) -> None:
+    def __init__(self, score: _Floats, price: _Floats) -> None:
         num_tokens, num_experts = score.shape
         self.score = score
         self.price = price
@@ -104,7 +104,7 @@ class _Assignment:
             self.mover[expert] = own[cheapest]
         self.loss[expert, expert] = np.inf
 
-    def _ends(self) -> tuple[Bools, Bools, bool]:
+    def _ends(self) -> tuple[_Bools, _Bools, bool]:
         """Which experts may give, which may take, and whether a move is needed rather than merely welcome."""
         if (self.load > self.most).any():
             return self.load > self.most, self.load < self.most, True
@@ -128,7 +128,7 @@ class _Assignment:
         self._shift_along(previous, taker)
         return True
 
-    def _distances(self, distance: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    def _distances(self, distance: _Floats) -> tuple[_Floats, NDArray[np.int64]]:
         """Dijkstra over experts, on reduced losses; rounding may leave one at −1e-17, hence the clamp."""
         reduced = np.maximum(self.loss - self.price[:, None] + self.price, 0)
         previous = np.full(len(distance), -1)

@@ -21,7 +21,7 @@ from ermoe.nn.start import Start
 _SCORES = {"sigmoid": torch.sigmoid, "softmax": lambda logit: logit.softmax(-1)}
 
 
-class SignBalance(Balance):
+class _SignBalance(Balance):
     """Each bias moves by the same small step, up for experts below the mean load and down for those above it."""
 
     def __init__(self, num_experts: int, *, rate: float = 1e-3, device: torch.device | str | None = None) -> None:
@@ -75,7 +75,7 @@ class LossFreeRouter(Router):
         super().__init__()
         check_top_k(settings.top_k, num_experts)
         self.gate = Gate(dim, num_experts, **start)
-        self.balance = SignBalance(num_experts, rate=settings.rate, device=start.get("device"))
+        self.balance = _SignBalance(num_experts, rate=settings.rate, device=start.get("device"))
         self.num_experts = num_experts
         self.top_k = settings.top_k
         self.settings = settings

@@ -97,7 +97,7 @@ class RouterWithLoss(Router):
             return
         self._losses = [*self._losses[1 - _MOST_FORWARDS :], loss]
         if routing.weight_A.requires_grad:
-            routing.weight_A.register_hook(partial(self._forget, loss))  # type: ignore[no-untyped-call]
+            routing.weight_A.register_hook(partial(self._forget, loss))
 
     def _forget(self, loss: Tensor, grad_A: Tensor) -> None:
         self._losses = [other for other in self._losses if other is not loss]
