@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ermoe.files import replacing
 from ermoe.studies.bench.clock import Measurement
 from ermoe.studies.record import Record, add_records, new_record
+from ermoe.studies.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,12 @@ class Result:
 def show(result: Result, console: Console) -> None:
     """Prints the tables, the figures and the bars."""
     for name, rows in result.tables.items():
-        table = Table(title=name, caption=f"ratios to {result.reference}: median and quartiles over rounds")
-        for column in ("candidate", "ratio", "quartiles", "ms"):
-            table.add_column(column, justify="left" if column == "candidate" else "right")
-        for row in sorted(rows, key=lambda row: row.ratio):
-            quartiles = f"{row.ratio_low:.3f} – {row.ratio_high:.3f}"
-            table.add_row(row.name, f"{row.ratio:.3f}", quartiles, f"{1e3 * row.seconds:.1f}")
-        console.print(table)
+        cells = [
+            [row.name, f"{row.ratio:.3f}", f"{row.ratio_low:.3f} – {row.ratio_high:.3f}", f"{1e3 * row.seconds:.1f}"]
+            for row in sorted(rows, key=lambda row: row.ratio)
+        ]
+        console.print(f"{name}, ratios to {result.reference}: median and quartiles over rounds", highlight=False)
+        console.print(Table(["candidate", "ratio", "quartiles", "ms"], cells).terminal())
     for name, value in result.figures.items():
         console.print(f"{name}: {value:.3f}")
     for bar in result.bars:

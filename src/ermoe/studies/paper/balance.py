@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ermoe.explore.inspection import pooled_share
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 METHODS = {
     "base": ("near uniform", "#667085"),
@@ -23,13 +22,6 @@ METHODS = {
     PAPER_RULE: ("nearly flat", ACCENT),
     OFFSETS: ("–", "#d97706"),
 }
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """A training for each method and seed."""
-    return [
-        Job(method, seed, partial(examine, setup, method, seed)) for seed in setup.each_seed() for method in METHODS
-    ]
 
 
 def examine(setup: Setup, method: str, seed: int) -> dict[str, Any]:
@@ -83,6 +75,6 @@ STUDY = Study(
     "how evenly experts are used on test images",
     "128 experts (16 layers × 8; a ViT-B has 12 blocks) on Tiny-ImageNet and ImageNet; curves without numbers.",
     images.describe,
-    jobs,
+    every(METHODS, examine),
     findings,
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 QUOTED = {
     "sfcn": ("3.03", "3.41", "3.13"),
@@ -17,11 +16,6 @@ QUOTED = {
     "swin3d": ("2.84", "2.81", "2.83"),
     "ermoe": ("2.30", "2.32", "2.31"),
 }
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """A run for each method and seed."""
-    return [Job(method, seed, partial(errors, setup, method, seed)) for seed in setup.each_seed() for method in QUOTED]
 
 
 def errors(setup: Setup, method: str, seed: int) -> dict[str, float]:
@@ -62,6 +56,6 @@ STUDY = Study(
     "mean absolute error of brain age in years",
     "7,965 T1 scans of ADNI, 8:1:1 by subject, 300 epochs.",
     brains.describe,
-    jobs,
+    every(QUOTED, errors),
     findings,
 )

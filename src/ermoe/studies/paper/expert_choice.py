@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import imagenet, images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 PAPER = {"expert-choice": "78.95", PAPER_RULE: "88.03", OFFSETS: "–"}
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """A training for each method and seed; those of Table 1 are shared."""
-    return [
-        Job(method, seed, partial(imagenet.train, setup, method, seed))
-        for seed in setup.each_seed()
-        for method in PAPER
-    ]
 
 
 def findings(setup: Setup, records: Sequence[Record]) -> Findings:
@@ -36,6 +26,6 @@ STUDY = Study(
     "accuracy of expert choice beside ERMoE",
     "ImageNet, the settings of Table 1; 9.1 points between the two.",
     images.describe,
-    jobs,
+    every(PAPER, imagenet.train),
     findings,
 )

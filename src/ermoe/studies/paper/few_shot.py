@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,7 @@ from ermoe.images.probe import READINGS, features, probe
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 SHOTS = (5, 10)
 PAPER = {  # CIFAR-10, CIFAR-100, Tiny-ImageNet, each with 5 and 10 shots
@@ -42,11 +41,6 @@ def describe(setup: Setup) -> str:
         f"{images.describe(setup)} Features are learned from: {first.train.found}; frozen and probed on: "
         f"{second.train.found}."
     )
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """A training and four probes for each method and seed."""
-    return [Job(method, seed, partial(measure, setup, method, seed)) for seed in setup.each_seed() for method in PAPER]
 
 
 def measure(setup: Setup, method: str, seed: int) -> dict[str, Any]:
@@ -97,6 +91,6 @@ STUDY = Study(
     "linear probes of frozen features",
     "features from ImageNet, frozen; a linear head trained for 5 and 10 epochs on CIFAR-10, CIFAR-100, Tiny-ImageNet.",
     describe,
-    jobs,
+    every(PAPER, measure),
     findings,
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 PAPER = {
     "v-moe": ("87.41", "97.94"),
@@ -18,11 +17,6 @@ PAPER = {
     OFFSETS: ("–", "–"),
     "dense": ("–", "–"),
 }
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """A training for each method and seed."""
-    return [Job(method, seed, partial(train, setup, method, seed)) for seed in setup.each_seed() for method in PAPER]
 
 
 def train(setup: Setup, method: str, seed: int) -> dict[str, float]:
@@ -51,6 +45,6 @@ STUDY = Study(
     "accuracy of ERMoE and of other mixtures of experts for vision",
     "ViT-B/16 from ImageNet weights, fine-tuned on ImageNet-1K for 300 epochs; the two others on ResNet-18.",
     images.describe,
-    jobs,
+    every(PAPER, train),
     findings,
 )

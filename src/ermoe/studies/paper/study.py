@@ -6,9 +6,11 @@ A study is a module with a `Study`: it says which runs there are, and what to ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -114,6 +116,14 @@ class Study:
     ours: Callable[[Setup], str]
     jobs: Callable[[Setup], Sequence[Job]]
     findings: Callable[[Setup, Sequence[Record]], Findings]
+
+
+def every(names: Iterable[str], work: Callable[[Setup, str, int], dict[str, Any]]) -> Callable[[Setup], Sequence[Job]]:
+    """A run of ``work`` for every name with every seed; models that studies have in common are trained once."""
+    names = tuple(names)
+    return lambda setup: [
+        Job(name, seed, partial(work, setup, name, seed)) for seed in setup.each_seed() for name in names
+    ]
 
 
 def run(study: Study, setup: Setup) -> Findings:

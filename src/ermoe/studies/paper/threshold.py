@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,16 +14,11 @@ from ermoe.nn import TopKRouter, moe_layers
 from ermoe.studies.figures import cell, figures_of, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.study import Findings, Record, Setup, Study, every
 
 THRESHOLDS = [round(0.1 * step, 1) for step in range(10)]
 _METHODS = (PAPER_RULE, OFFSETS)
 _PAPER = {t: "near zero" if t < 0.5 else "rises" for t in THRESHOLDS}
-
-
-def jobs(setup: Setup) -> list[Job]:
-    """One model for each rule and seed; T is swept with all weights frozen, as in the paper."""
-    return [Job(method, seed, partial(sweep, setup, method, seed)) for seed in setup.each_seed() for method in _METHODS]
 
 
 def sweep(setup: Setup, method: str, seed: int) -> dict[str, Any]:
@@ -108,6 +102,6 @@ STUDY = Study(
     "fallback rate, accuracy and load against the threshold T",
     "T swept over 0 … 0.9 at test time, weights frozen, Tiny-ImageNet; only a curve, no numbers.",
     images.describe,
-    jobs,
+    every(_METHODS, sweep),
     findings,
 )
