@@ -32,7 +32,7 @@ _HOMES = {
     "ermoe.data.shapes": "ermoe.retrieval.shapes",
     "ermoe.models.baselines": "ermoe.images.rivals",
     "ermoe.models.baselines.clip_moe": "ermoe.retrieval.rivals.clip_moe",
-    "ermoe.models.baselines.fix_clip": "ermoe.retrieval.rivals.fix_clip",
+    "ermoe.models.baselines.fix_clip": "ermoe.retrieval.losses",
     "ermoe.models.baselines.long_clip": "ermoe.retrieval.rivals.long_clip",
     "ermoe.models.baselines.sfcn": "ermoe.brain.rivals.sfcn",
     "ermoe.models.baselines.swin3d": "ermoe.brain.rivals.swin3d",

@@ -1,5 +1,22 @@
 """The one exception that means: the user can mend this."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake a person can correct. The command line prints its one sentence and exits with code 2."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """What to raise for a name that does not exist: says which was probably meant, and which there are.
+
+    >>> str(unknown_name("preset", "smal", ["small", "tiny"]))
+    "there is no preset 'smal': did you mean small? There are small, tiny"
+    """
+    known = list(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {nearest[0]}? " if nearest else ""
+    return UserError(f"there is no {kind} {name!r}: {meant}There are {', '.join(known)}")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from rich.progress import track
 from scipy.special import betaincinv
 from torch import Tensor
 from torchvision.transforms import v2
@@ -227,3 +228,15 @@ class ImageSource:
         label_B = self.images.label_N[torch.from_numpy(index_B)]
         image_BCSS, label_B = (tensor.to(device, non_blocking=True) for tensor in (read, label_B))
         return self.transform.device(image_BCSS, label_B, index_B, epoch)
+
+
+def in_memory(images: Images, side: int, *, portion: int = 256, shows_progress: bool = False) -> ImagesInMemory:
+    """All images decoded once and cut to ``side`` pixels a side, as bytes: for sets that fit."""
+    if isinstance(images, ImagesInMemory):
+        return images
+    cut = Transform(side)
+    starts = track(range(0, len(images), portion), "reading", transient=True, disable=not shows_progress)
+    parts = [cut.host(images, np.arange(start, min(start + portion, len(images))), epoch=0) for start in starts]
+    return ImagesInMemory(
+        torch.cat(parts), found=images.found, split=images.split, classes=images.classes, label_N=images.label_N
+    )

@@ -9,7 +9,6 @@ Nothing here imports torch, so that a command can show the values of a preset at
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
-from ermoe.errors import UserError
+from ermoe.errors import UserError, unknown_name
 from ermoe.models.scratch import from_scratch
 from ermoe.train.settings import STEADY_BASES, Training
 
@@ -198,7 +197,5 @@ def recipe(name: str) -> Recipe:
     {'router': 'v-moe'}
     """
     if name not in PRESETS:
-        nearest = difflib.get_close_matches(name, PRESETS, n=1)
-        meant = f"did you mean {nearest[0]}? " if nearest else ""
-        raise UserError(f"there is no preset {name!r}: {meant}There are {', '.join(PRESETS)}")
+        raise unknown_name("preset", name, PRESETS)
     return replace(PRESETS[name](), preset=name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def train(
     """
     means, changes = kit.means_among(changes)
     compute = means if compute is None else compute
-    chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
+    chosen = kit.changed(recipe(preset) if isinstance(preset, str) else preset, changes)
     images = LabelledImages.open(data)
     compute.say(f"{images.train.found}\n{images.test.found}")
     is_new = compute.group.is_main and not RunFolder(Path(folder)).last.is_file()
@@ -49,13 +48,6 @@ def train(
             chosen.preset,
         )
     return kit.train(chosen, images, folder, compute=compute, resume=resume)
-
-
-def changed(chosen: Recipe, changes: dict[str, Any]) -> Recipe:
-    """The recipe with some of its fields, or of its training's, set anew."""
-    own = {name: value for name, value in changes.items() if name in Recipe.__slots__}
-    training = {name: value for name, value in changes.items() if name not in own}
-    return replace(chosen, training=replace(chosen.training, **training), **own)
 
 
 def class_names(place: str | os.PathLike[str], num_classes: int) -> list[str]:

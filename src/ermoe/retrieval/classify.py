@@ -14,11 +14,12 @@ from ermoe.data.images import Images
 from ermoe.errors import UserError
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import encode_images, encode_texts
+from ermoe.train.compute import Compute
 
-TEMPLATES = ("a photo of a {}.",)
+_TEMPLATES = ("a photo of a {}.",)
 
 
-def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
+def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = _TEMPLATES) -> Tensor:
     """One unit vector a class, (C, D): the mean over templates of the features of its name in them."""
     if len(classes) < 2:
         raise UserError(f"{len(classes)} classes: give at least two names to choose among")
@@ -40,13 +41,13 @@ def classify(
     images: Images,
     classes: Sequence[str],
     *,
-    templates: Sequence[str] = TEMPLATES,
+    templates: Sequence[str] = _TEMPLATES,
     batch_size: int = 100,
-    workers: int = 0,
+    compute: Compute | None = None,
 ) -> Tensor:
     """The probability of each class for each image, (N, C): a softmax over cosines at the model's own temperature."""
     feature_CD = class_features(model, classes, templates)
-    feature_ND = encode_images(model, images, batch_size=batch_size, workers=workers)
+    feature_ND = encode_images(model, images, batch_size=batch_size, compute=compute)
     scale = model.logit_scale.detach().exp().cpu().to(feature_ND.dtype)
     return (scale * feature_ND @ feature_CD.mT).softmax(-1)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ermoe.console import Command, run_command, say
 from ermoe.errors import UserError
-from ermoe.train.changes import training_changes
+from ermoe.retrieval.presets import PRESETS, RetrievalRecipe, recipe
+from ermoe.train.settings import Machine, TrainingMachine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,8 @@ _Protocol = Literal[
 class Train:
     """Train a preset on the train split of a protocol; dev chooses the epoch, test is not opened.
 
-    Several processes: torchrun --nproc-per-node=N -m ermoe retrieve train …. Options left out are the preset's.
+    Values shown are the preset's, if one is named. Several processes: torchrun --nproc-per-node=N -m ermoe retrieve
+    train …, or srun.
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
@@ -33,68 +35,34 @@ class Train:
     METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip, FAMILY-fix-clip-style."""
     data: Annotated[Path, _Word, tyro.conf.arg(metavar="DATA")]
     """The folder of a data set, a caption file, or a folder of webdataset's shards."""
+    recipe: RetrievalRecipe
+    machine: TrainingMachine = field(default_factory=TrainingMachine)
     protocol: _Protocol = "custom"
     """Which images and captions; sizes are checked."""
     images: Path | None = None
     """The folder of the image files, where it is not one of the usual ones beside the captions."""
+    cache: bool = False
+    """Decode all images once and keep them in memory; no workers are needed then."""
     out: Path | None = None
     """The run folder; runs/retrieve-PRESET-SEED by default."""
-    weights: str | None = None
-    """A CLIP file for both towers, or for the text tower if --image-weights is given."""
-    image_weights: str | None = None
-    """A file with weights of a ViT for the image tower."""
-    text_from: str | None = None
-    """A run or model folder of ours whose text tower is taken over."""
-    cache: bool = False
-    """Decode all images once and keep them in memory."""
-    epochs: int | None = None
-    batch_size: int | None = None
-    """Pairs of one optimiser step, over all processes; each is the others' negative."""
-    base_lr: float | None = None
-    """Learning rate for 256 pairs."""
-    weight_decay: float | None = None
-    warmup_epochs: float | None = None
-    clip: float | None = None
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    ema: float | None = None
-    orthogonality: float | None = None
-    seed: int | None = None
-    log_every: int | None = None
-    save_every: int | None = None
-    """Steps between checkpoints within an epoch; there is always one after it."""
-    workers: int = 2
-    """Processes that read image files ahead; with --cache none is needed."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    resume: Literal["auto", "must", "never"] = "auto"
-    device: Literal["cpu", "cuda"] | None = None
-    threads: int = 0
-    """CPU threads of each process; 0 leaves that to torch."""
+
+    @classmethod
+    def suited(cls, argv: list[str]) -> Train:
+        """With the values of the preset that is named, or of small-ermoe."""
+        named = next((word for word in argv if word in PRESETS), None)
+        return cls(tyro.MISSING, tyro.MISSING, recipe(named or "small-ermoe"))
 
     def __call__(self, console: Console) -> None:
-        import torch
-
-        from ermoe.retrieval.presets import recipe
+        if self.preset not in PRESETS:
+            recipe(self.preset)  # says which there are
         from ermoe.retrieval.run import train
-        from ermoe.train.compute import processes
 
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        seed = recipe(self.preset).training.seed if self.seed is None else self.seed
-        folder = self.out or Path("runs") / f"retrieve-{self.preset}-{seed}"
-        same = ("protocol", "images", "weights", "image_weights", "text_from", "cache", "workers", "parallel", "resume")
-        with processes(self.device) as group:
-            figures = train(
-                self.preset,
-                self.data,
-                folder,
-                group=group,
-                console=console,
-                **{name: getattr(self, name) for name in same},
-                **training_changes(self),
-            )
-        if group.is_main:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            console.print(f"dev: {shown}\nwritten: {folder}", highlight=False, soft_wrap=True)
+        folder = self.out or Path("runs") / f"retrieve-{self.preset}-{self.recipe.training.seed}"
+        where: dict[str, Any] = {"protocol": self.protocol, "images": self.images, "cache": self.cache}
+        with self.machine.started(console) as compute:
+            figures = train(self.recipe, self.data, folder, compute=compute, resume=self.machine.resume, **where)
+            compute.say("dev: " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+            compute.say(f"written: {folder}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +73,9 @@ class Evaluate:
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     data: Annotated[Path, _Word, tyro.conf.arg(metavar="DATA")]
     """The folder of a data set, a caption file, or a folder of webdataset's shards."""
+    machine: Machine = field(default_factory=Machine)
     protocol: _Protocol = "custom"
+    """Which images and captions; sizes are checked."""
     split: Literal["test", "dev", "all"] = "test"
     """"all" takes every image of a custom set."""
     images: Path | None = None
@@ -115,50 +85,51 @@ class Evaluate:
     report: Path | None = None
     """Also write a page with rank curves, similarities, best and worst queries."""
     batch_size: int = 100
-    workers: int = 2
+    """Images at a time."""
     draws: int = 1000
     """Draws of images for the intervals."""
 
     def __call__(self, console: Console) -> None:
+        if self.report is not None and self.report.is_dir():
+            raise UserError(f"--report {self.report} is a folder: name a file, such as {self.report / 'report.html'}")
         from ermoe.retrieval.evaluation import evaluate
         from ermoe.retrieval.report import write_report
 
-        if self.report is not None and self.report.is_dir():
-            raise UserError(f"--report {self.report} is a folder: name a file, such as {self.report / 'report.html'}")
-
-        evaluation = evaluate(
-            self.model, self.data, self.protocol, split=self.split, images=self.images, again=self.again,
-            batch_size=self.batch_size, workers=self.workers, draws=self.draws,
-        )  # fmt: skip
+        with self.machine.started(console) as compute:
+            evaluation = evaluate(
+                self.model, self.data, self.protocol, split=self.split, images=self.images, again=self.again,
+                batch_size=self.batch_size, draws=self.draws, compute=compute,
+            )  # fmt: skip
+        if not compute.group.is_main:
+            return
         _show(evaluation.record, console)
-        if evaluation.retrieval is None:
-            console.print(
-                f"(read on {evaluation.record['date']}, from {evaluation.path}; --again reads the split another time)",
-                highlight=False,
-                soft_wrap=True,
-            )
+        if evaluation.answers is None:
+            date = evaluation.record["date"]
+            say(console, f"(read on {date}, from {evaluation.path}; --again reads the split another time)")
         if self.report is not None:
-            console.print(f"written: {write_report(evaluation, self.report)}", highlight=False)
+            say(console, f"written: {write_report(evaluation, self.report)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class BuildIndex:
     """Encode every image below a folder once, to search among them."""
 
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     images: Annotated[Path, _Word, tyro.conf.arg(metavar="IMAGES")]
     """A folder of image files."""
+    machine: Machine = field(default_factory=Machine)
     out: Path = Path("runs/index")
     """The folder of the index."""
     batch_size: int = 100
-    workers: int = 2
+    """Images at a time."""
 
     def __call__(self, console: Console) -> None:
         from ermoe.retrieval.index import build_index
 
-        index = build_index(self.model, self.images, self.out, batch_size=self.batch_size, workers=self.workers)
-        console.print(f"written: {self.out}, {len(index.files):,} images", highlight=False)
+        with self.machine.started(console) as compute:
+            index = build_index(self.model, self.images, self.out, batch_size=self.batch_size, compute=compute)
+            compute.say(f"written: {self.out}, {len(index.files):,} images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,35 +143,35 @@ class Search:
     image: Path | None = None
     """Look for images like this one."""
     top: int = 5
+    """Images shown."""
     html: Path | None = None
     """Also show what was found on a small page."""
     model: str | None = None
     """Where the model lies now, if it moved."""
     images: Path | None = None
     """Where the images lie now, if they moved."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto is the accelerator if there is one."""
 
     def __call__(self, console: Console) -> None:
+        if bool(self.query) == (self.image is not None):
+            raise UserError('say what to look for: ermoe retrieve search INDEX "a dog on a beach", or --image FILE')
         from rich.table import Table
 
         from ermoe.retrieval.index import open_index, write_hits
+        from ermoe.train.compute import device_named
 
-        if bool(self.query) == (self.image is not None):
-            raise UserError('say what to look for: ermoe retrieve search INDEX "a dog on a beach", or --image FILE')
-        index = open_index(self.index, model=self.model, images=self.images)
-        hits = (
-            index.search(self.query, top=self.top)
-            if self.image is None
-            else index.search_like(self.image, top=self.top)
-        )
+        index = open_index(self.index, model=self.model, images=self.images, device=device_named(self.device))
+        hits = index.search_like(self.image, top=self.top) if self.image else index.search(self.query, top=self.top)
         table = Table("")
         table.add_column("file", overflow="fold")
         table.add_column("cosine")
         for place, hit in enumerate(hits, 1):
             table.add_row(str(place), hit.file, f"{hit.cosine:.3f}")
-        console.print(table)
+        console.print(table, markup=False, emoji=False)
         if self.html is not None:
             query = self.query or f"like {self.image}"
-            console.print(f"written: {write_hits(index, query, hits, self.html)}", highlight=False, soft_wrap=True)
+            say(console, f"written: {write_hits(index, query, hits, self.html)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +182,7 @@ class Classify:
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     images: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="[IMAGE…]")] = ()
     """Image files."""
+    machine: Machine = field(default_factory=Machine)
     classes: tuple[str, ...] = ()
     """Names of the classes, or one text file with a name a line; a data set brings its own."""
     data: str | None = None
@@ -218,38 +190,37 @@ class Classify:
     templates: tuple[str, ...] = ("a photo of a {}.",)
     """Sentences around a name."""
     top: int = 5
-    workers: int = 2
+    """Classes shown of each image."""
 
     def __call__(self, console: Console) -> None:
-        from ermoe.data.catalogue import open_images
-        from ermoe.retrieval.classify import accuracy, classify
-        from ermoe.retrieval.index import pictures
-        from ermoe.retrieval.run import load_clip
-
         if self.top < 1:
             raise UserError(f"--top {self.top}: need at least 1")
         if bool(self.images) == (self.data is not None):
             raise UserError("give image files, or --data with a labelled set")
-        model, names = load_clip(self.model), _names(self.classes)
+        from ermoe.data.catalogue import open_images
+        from ermoe.retrieval.build import load_clip
+        from ermoe.retrieval.classify import accuracy, classify
+        from ermoe.retrieval.index import image_files
+
+        names = _names(self.classes)
+        images = image_files(Path(), list(self.images)) if self.data is None else open_images(self.data, "test")
         if self.data is not None:
-            labelled = open_images(self.data, "test")
-            chance_NC = classify(
-                model, labelled, names or labelled.classes, templates=self.templates, workers=self.workers
-            )
-            if chance_NC.shape[1] != len(labelled.classes):
+            names = names or images.classes
+            if len(names) != len(images.classes):
                 raise UserError(
-                    f"{len(names)} names for the {len(labelled.classes)} classes of {self.data}: give as many"
+                    f"{len(names)} names for the {len(images.classes)} classes of {self.data}: give as many"
                 )
-            top1, top5 = (accuracy(chance_NC, labelled.label_N, top=top) for top in (1, 5))
-            console.print(f"{labelled.found}\nzero-shot top-1 {top1:.1%}, top-5 {top5:.1%}", highlight=False)
+        with self.machine.started(console) as compute:
+            model = load_clip(self.model, device=compute.device)
+            chance_NC = classify(model, images, names, templates=self.templates, compute=compute)
+        if self.data is not None:
+            top1, top5 = (accuracy(chance_NC, images.label_N, top=top) for top in (1, 5))
+            compute.say(f"{images.found}\nzero-shot top-1 {top1:.1%}, top-5 {top5:.1%}")
             return
-        chance_NC = classify(model, pictures(Path(), list(self.images)), names, templates=self.templates)
         for image, chance_C in zip(self.images, chance_NC, strict=True):
             value, order = chance_C.sort(descending=True, stable=True)
             ranked = zip(order[: self.top].tolist(), value[: self.top].tolist(), strict=True)
-            console.print(
-                f"{image}: " + ", ".join(f"{names[c]} {p:.1%}" for c, p in ranked), highlight=False, soft_wrap=True
-            )
+            compute.say(f"{image}: " + ", ".join(f"{names[c]} {p:.1%}" for c, p in ranked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +232,20 @@ class Convert:
     weights: Annotated[str, _Word, tyro.conf.arg(metavar="WEIGHTS")]
     """open_clip's, OpenAI's or Hugging Face's file."""
     out: Annotated[Path, _Word, tyro.conf.arg(metavar="FOLDER")]
+    """The model folder."""
 
     def __call__(self, console: Console) -> None:
+        chosen = recipe(self.preset)
         from ermoe.models.io import save
-        from ermoe.retrieval.presets import recipe
 
-        save(recipe(self.preset).build(weights=self.weights), self.out)
-        console.print(f"written: {self.out}", highlight=False)
+        save(chosen.build(weights=self.weights), self.out)
+        say(console, f"written: {self.out}")
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {
+COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "eval": Evaluate,
-    "index": Index,
+    "index": BuildIndex,
     "search": Search,
     "classify": Classify,
     "convert": Convert,
@@ -282,23 +254,16 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="ermoe retrieve",
-        description="Train and evaluate image–text models, search images by words, classify without labels.",
-        args=argv,
-    )
-    from rich.console import Console
-
-    command(Console(markup=False, emoji=False))  # names of files and classes are not instructions
+    description = "Train and evaluate image–text models, search images by words, classify without labels."
+    run_command(COMMANDS, argv, prog="ermoe retrieve", description=description)
 
 
 def _names(classes: tuple[str, ...]) -> list[str]:
     """Names as they are, or the lines of the one file that was named."""
     if len(classes) == 1 and Path(classes[0]).is_file():
-        from ermoe.retrieval.captions.text_files import read_text
+        from ermoe.data.reading import read_text
 
-        return [line.strip() for line in read_text(Path(classes[0])).splitlines() if line.strip()]
+        return [line.strip() for line in read_text(classes[0]).splitlines() if line.strip()]
     if len(classes) == 1 and classes[0].endswith(".txt"):
         raise UserError(f"{classes[0]} does not exist: name a file with a class a line, or two classes or more")
     return list(classes)
@@ -317,12 +282,9 @@ def _show(record: dict[str, Any], console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    console.print(record["found"], highlight=False, soft_wrap=True)
+    say(console, record["found"])
     if record["cut_captions"]:
-        console.print(f"{record['cut_captions']:,} captions are longer than the text tower: cut", highlight=False)
+        say(console, f"{record['cut_captions']:,} captions are longer than the text tower: cut")
     medians = f"{record['figures']['i2t_median_rank']:g} / {record['figures']['t2i_median_rank']:g}"
-    console.print(
-        f"median ranks {medians}; {record['tied_queries']} tied queries; training images: {record['training_images']}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    ties = f"{record['tied_queries']} tied queries"
+    say(console, f"median ranks {medians}; {ties}; training images: {record['training_images']}")

@@ -1,4 +1,4 @@
-"""Images and texts as unit vectors: every one once, in float32, on the CPU.
+"""Images and texts as unit vectors: every one encoded once, and left in float32 on the CPU.
 
 Letters: I images, T texts, L tokens of a text, D width of the common space.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
 from ermoe.data.augment import Transform
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
-from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.images import Images
 from ermoe.data.order import evaluation_batches
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.tokens import tokenise
@@ -32,57 +31,45 @@ def image_transform(model: CLIP, augmentation: Augmentation = NO_AUGMENTATION, s
     return Transform(model.visual.image_size[0], augmentation, seed, tuple(wants["mean"]), tuple(wants["std"]))
 
 
-def in_memory(images: Images, size: int, *, portion: int = 256) -> ImagesInMemory:
-    """All images decoded once and cut to ``size``, as bytes: for sets that fit."""
-    if isinstance(images, ImagesInMemory):
-        return images
-    cut = Transform(size)
-    parts = [
-        cut.host(images, np.arange(start, min(start + portion, len(images))), epoch=0)
-        for start in range(0, len(images), portion)
-    ]
-    return ImagesInMemory(
-        torch.cat(parts), found=images.found, split=images.split, classes=images.classes, label_N=images.label_N
-    )
-
-
 @torch.no_grad()
-def encode_images(
-    model: CLIP, images: Images, *, batch_size: int = 100, workers: int = 0, group: Processes | None = None
-) -> Tensor:
-    """Features of all images, (I, D), complete on every process."""
-    group = Processes(device=model.logit_scale.device) if group is None else group
-    compute = Compute(group, workers=workers)
+def encode_images(model: CLIP, images: Images, *, batch_size: int = 100, compute: Compute | None = None) -> Tensor:
+    """Features of all images, (I, D), complete on every process; on the model's device unless ``compute`` has one."""
+    compute = _where(model) if compute is None else compute
     loader = Loader(image_transform(model).of(images), batch_size=batch_size, compute=compute)
     model.eval()
-    feature_ID = torch.zeros(len(images), model.embed_dim, device=group.device, dtype=model.logit_scale.dtype)
+    feature_ID = torch.zeros(len(images), model.embed_dim, device=compute.device, dtype=model.logit_scale.dtype)
     for (batch,) in loader.epoch():
         assert batch.index is not None
         encoded = model.encode_image(batch.image.to(feature_ID.dtype), normalize=True)
-        feature_ID[batch.index.to(group.device)] = encoded
+        feature_ID[batch.index.to(compute.device)] = encoded
     return _shared(feature_ID)
 
 
 @torch.no_grad()
-def encode_tokens(model: CLIP, id_TL: Tensor, *, batch_size: int = 256, group: Processes | None = None) -> Tensor:
+def encode_tokens(model: CLIP, id_TL: Tensor, *, batch_size: int = 256, compute: Compute | None = None) -> Tensor:
     """Features of tokenised texts, (T, D), complete on every process.
 
     Texts of a batch are of like length, so that little is computed for padding.
     """
-    group = Processes(device=model.logit_scale.device) if group is None else group
+    compute = _where(model) if compute is None else compute
+    group, device = compute.group, compute.device
     model.eval()
-    feature_TD = torch.zeros(len(id_TL), model.embed_dim, device=group.device, dtype=model.logit_scale.dtype)
+    feature_TD = torch.zeros(len(id_TL), model.embed_dim, device=device, dtype=model.logit_scale.dtype)
     by_length_T = (id_TL != 0).sum(1).argsort(stable=True)
     for index_B in evaluation_batches(len(id_TL), batch_size, rank=group.rank, num_processes=group.num):
-        rows = by_length_T[torch.from_numpy(index_B)]
-        encoded = model.encode_text(trim(id_TL[rows]).long().to(group.device), normalize=True)
-        feature_TD[rows.to(group.device)] = encoded
+        row_B = by_length_T[torch.from_numpy(index_B)]
+        encoded = model.encode_text(trim(id_TL[row_B]).long().to(device), normalize=True)
+        feature_TD[row_B.to(device)] = encoded
     return _shared(feature_TD)
 
 
 def encode_texts(model: CLIP, texts: Sequence[str]) -> Tensor:
     """Features of texts, (T, D)."""
     return encode_tokens(model, tokenise(texts, model.context_length).id_TL)
+
+
+def _where(model: CLIP) -> Compute:
+    return Compute(Processes(device=model.logit_scale.device))
 
 
 def _shared(feature: Tensor) -> Tensor:

@@ -6,18 +6,17 @@ shows the first, and one that is forced counts.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import read_json, write_json
+from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.captions.ids import id_hash
 from ermoe.retrieval.captions.schema import CaptionSet
@@ -25,22 +24,29 @@ from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
 from ermoe.retrieval.clip.tokens import tokenise
 from ermoe.retrieval.encode import encode_images, encode_tokens
 from ermoe.retrieval.figures import CUTS, RECALLS, Retrieval, retrieve
-from ermoe.retrieval.run import load_clip, save_id
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import RunFolder
 
 _TIES = {"middle": "ties half", "for": "ties in favour"}
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """What a model answered on a pool: unit vectors of images (I, D) and texts (T, D), and how they rank."""
+
+    captions: CaptionSet
+    image_ID: Tensor
+    text_TD: Tensor
+    retrieval: Retrieval
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The record that is kept, its file and, unless it was read from there, everything it came from."""
+    """The record that is kept, its file and, unless it was read from there, the answers it came from."""
 
     record: dict[str, Any]
     path: Path
-    captions: CaptionSet | None = None
-    image_ID: Tensor | None = None
-    text_TD: Tensor | None = None
-    retrieval: Retrieval | None = None
+    answers: Answers | None = None
 
 
 def evaluate(
@@ -52,8 +58,8 @@ def evaluate(
     images: str | os.PathLike[str] | None = None,
     again: bool = False,
     batch_size: int = 100,
-    workers: int = 0,
     draws: int = 1000,
+    compute: Compute | None = None,
 ) -> Evaluation:
     """Ranks a split of a protocol with the model that dev chose, in both directions.
 
@@ -62,16 +68,17 @@ def evaluate(
     """
     if draws < 1:
         raise UserError(f"draws={draws}: intervals need at least 1")
-    model = load_clip(place)
+    compute = Compute() if compute is None else compute
+    model = load_clip(place, device=compute.device)
     captions = open_captions(data, protocol, split, images=images)
-    refuse_training_images(model, captions)
-    path = record_path(place, captions)
+    _refuse_training_images(model, captions)
+    path, save = record_path(place, captions), save_id(place)
     earlier = _earlier(path, captions.fingerprint)
-    if earlier is not None and not again and split != "dev" and earlier["save"] == save_id(place):
+    if earlier is not None and not again and split != "dev" and earlier["save"] == save:
         return Evaluation(earlier, path)
     tokens = tokenise(captions.texts, model.context_length)
-    image_ID = encode_images(model, captions.images, batch_size=batch_size, workers=workers)
-    text_TD = encode_tokens(model, tokens.id_TL)
+    image_ID = encode_images(model, captions.images, batch_size=batch_size, compute=compute)
+    text_TD = encode_tokens(model, tokens.id_TL, compute=compute)
     retrieval = retrieve(image_ID, text_TD, captions.text_to_image_T)
     record = {
         "protocol": protocol,
@@ -80,21 +87,20 @@ def evaluate(
         "num_captions": len(captions.texts),
         "cut_captions": tokens.num_cut,
         "pool": captions.fingerprint,
-        "found": captions.found,
+        "found": captions.summary,
         "model": os.fspath(place),
-        "save": save_id(place),
+        "save": save,
         "training_images": training_images(model),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "reads": 1 + (0 if earlier is None else earlier["reads"]),
-        **summarise(retrieval, draws=draws),
+        **_summary(retrieval, draws),
     }
-    if path.parent.is_dir():
-        with replacing(path) as draft:
-            draft.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return Evaluation(record, path, captions, image_ID, text_TD, retrieval)
+    if compute.group.is_main and path.parent.is_dir():
+        write_json(path, record)
+    return Evaluation(record, path, Answers(captions, image_ID, text_TD, retrieval))
 
 
-def summarise(retrieval: Retrieval, *, draws: int = 1000) -> dict[str, Any]:
+def _summary(retrieval: Retrieval, draws: int) -> dict[str, Any]:
     """Figures with ties counted against the model, their intervals, chance, and other countings where they differ."""
     chance = {k: retrieval.chance(k) for k in CUTS}
     return {
@@ -123,7 +129,7 @@ def table_rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def refuse_training_images(model: CLIP, captions: CaptionSet) -> None:
+def _refuse_training_images(model: CLIP, captions: CaptionSet) -> None:
     """Raises if a pool holds an image that the model was trained on."""
     known = set(model.trained_on.tolist())
     seen = [name for name in captions.ids if id_hash(name) in known]
@@ -158,19 +164,8 @@ def _earlier(path: Path, fingerprint: str) -> dict[str, Any] | None:
     """The record there, if it is of the same pool."""
     if not path.is_file():
         return None
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return record if record["pool"] == fingerprint else None
-    except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is damaged: remove it to evaluate anew") from problem
-
-
-def best(query_D: Tensor, candidate_CD: Tensor, top: int) -> list[tuple[int, float]]:
-    """The candidates nearest to a query, (place, cosine), best first; of equal ones the earlier wins.
-
-    >>> best(torch.tensor([1.0, 0.0]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), 2)
-    [(1, 1.0), (2, 1.0)]
-    """
-    score_C = candidate_CD @ query_D
-    order = torch.argsort(score_C, descending=True, stable=True)[:top].tolist()
-    return [(place, float(score_C[place])) for place in order]
+    remedy = "remove it to evaluate anew"
+    record: Any = read_json(path, remedy)
+    if not isinstance(record, dict) or "pool" not in record:
+        raise UserError(f"{path} is damaged: {remedy}")
+    return record if record["pool"] == fingerprint else None

@@ -32,14 +32,17 @@ class Retrieval:
 
     def figures(self, ties: str = "against") -> dict[str, float]:
         """Recalls at 1, 5 and 10, median ranks (from 1) and RSUM."""
-        found = {}
-        for direction, ranks in (("i2t", self.image_to_text), ("t2i", self.text_to_image)):
-            for k in CUTS:
-                found[f"{direction}_r{k}"] = float(ranks.found_within(k, ties).double().mean())
-        rsum = 100 * sum(found[name] for name in RECALLS)
-        for direction, ranks in (("i2t", self.image_to_text), ("t2i", self.text_to_image)):
-            found[f"{direction}_median_rank"] = float(np.median(ranks.zero_based(ties).numpy())) + 1
-        return {**found, "rsum": rsum}
+        directions = {"i2t": self.image_to_text, "t2i": self.text_to_image}
+        recalls = {
+            f"{direction}_r{k}": float(ranks.found_within(k, ties).double().mean())
+            for direction, ranks in directions.items()
+            for k in CUTS
+        }
+        medians = {
+            f"{direction}_median_rank": float(np.median(ranks.zero_based(ties).numpy())) + 1
+            for direction, ranks in directions.items()
+        }
+        return {**recalls, **medians, "rsum": 100 * sum(recalls.values())}
 
     @property
     def num_tied(self) -> int:
@@ -50,7 +53,7 @@ class Retrieval:
         """The same figures with ties counted half and in favour, where they differ from `figures`."""
         strict = self.figures()
         variants = {ties: self.figures(ties) for ties in ("middle", "for")}
-        return {ties: found for ties, found in variants.items() if found != strict}
+        return {ties: figures for ties, figures in variants.items() if figures != strict}
 
     def intervals(self, *, draws: int = 1000, seed: int = 0, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Percentile intervals of the recalls and of RSUM, drawing images with their captions, with replacement.

@@ -21,12 +21,13 @@ from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.data.reading import is_hidden, printable
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import replacing, write_json
+from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import encode_images, encode_texts
-from ermoe.retrieval.evaluation import best
+from ermoe.retrieval.ranking import nearest
 from ermoe.retrieval.report import thumbnail
-from ermoe.retrieval.run import load_clip, save_id
+from ermoe.train.compute import Compute
 
 _FILES, _FEATURES = "index.json", "features.safetensors"
 
@@ -56,12 +57,12 @@ class Index:
 
     def search_like(self, image: str | os.PathLike[str], *, top: int = 5) -> list[Hit]:
         """The images nearest to an image."""
-        return self._nearest(encode_images(self.model, pictures(Path(), [os.fspath(image)]))[0], top)
+        return self._nearest(encode_images(self.model, image_files(Path(), [os.fspath(image)]))[0], top)
 
     def _nearest(self, query_D: Tensor, top: int) -> list[Hit]:
         if top < 1:
             raise UserError(f"top={top}: need at least 1")
-        return [Hit(self.files[place], cosine) for place, cosine in best(query_D, self.feature_ID, top)]
+        return [Hit(self.files[place], cosine) for place, cosine in nearest(query_D, self.feature_ID, top)]
 
 
 def build_index(
@@ -70,9 +71,10 @@ def build_index(
     out: str | os.PathLike[str],
     *,
     batch_size: int = 100,
-    workers: int = 0,
+    compute: Compute | None = None,
 ) -> Index:
     """Encodes every image file below a folder and writes the index."""
+    compute = Compute() if compute is None else compute
     root = Path(images)
     seen = (path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and not is_hidden(path, below=root))
     files = sorted(path.relative_to(root).as_posix() for path in seen)
@@ -80,12 +82,13 @@ def build_index(
         raise UserError(f"{root} holds no image files: name a folder of images")
     if odd := [file for file in files if printable(file) != file]:
         raise UserError(f"{printable(odd[0])} in {root} is not named in UTF-8: rename it")
-    clip = load_clip(model)
-    feature_ID = encode_images(clip, pictures(root, files), batch_size=batch_size, workers=workers)
+    clip = load_clip(model, device=compute.device)
+    feature_ID = encode_images(clip, image_files(root, files), batch_size=batch_size, compute=compute)
     content = {"model": _lasting(model), "save": save_id(model), "root": str(root.resolve()), "files": files}
-    with replacing(Path(out) / _FILES) as listing, replacing(Path(out) / _FEATURES) as features:
-        save_file({"image": feature_ID}, features)
-        listing.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    if compute.group.is_main:
+        with replacing(Path(out) / _FEATURES) as features:
+            save_file({"image": feature_ID}, features)
+        write_json(Path(out) / _FILES, content)
     return Index(root, files, feature_ID, clip)
 
 
@@ -94,6 +97,7 @@ def open_index(
     *,
     model: str | os.PathLike[str] | None = None,
     images: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Index:
     """An index that `build_index` wrote; ``model`` and ``images`` say where these lie now, if they moved."""
     place = Path(folder)
@@ -114,10 +118,10 @@ def open_index(
         raise UserError(f"{where} is not the model that made {place}, or was trained since: make the index anew")
     if len(feature_ID) != len(files):
         raise UserError(f"{place} is damaged ({len(files)} files, {len(feature_ID)} vectors): make it anew")
-    return Index(Path(root if images is None else images), files, feature_ID, load_clip(where))
+    return Index(Path(root if images is None else images), files, feature_ID, load_clip(where, device=device))
 
 
-def pictures(root: Path, files: list[str]) -> Images:
+def image_files(root: Path, files: list[str]) -> Images:
     """Image files without labels."""
     label_N = torch.zeros(len(files), dtype=torch.long)
     return ImagesInFiles(root, files, found=f"{len(files)} files", split="all", classes=["", ""], label_N=label_N)
@@ -128,7 +132,7 @@ def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLik
     page = Page(f"“{query}”", f"The {len(hits)} nearest of {len(index.files):,} images.")
     if gone := [hit.file for hit in hits if not (index.root / hit.file).is_file()]:
         raise UserError(f"{gone[0]} is no longer in {index.root}: say where the images lie now with --images")
-    found = pictures(index.root, [hit.file for hit in hits])
+    found = image_files(index.root, [hit.file for hit in hits])
     shown = [(thumbnail(found, place), hit.file) for place, hit in enumerate(hits)]
     rows = [[str(place), hit.file, f"{hit.cosine:.3f}"] for place, hit in enumerate(hits, 1)]
     page.section("Found", "Best first.", [tiles(shown), table(["", "file", "cosine"], rows)])

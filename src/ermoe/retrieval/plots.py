@@ -5,9 +5,10 @@ Letters: I images, T texts, D width, B bins.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,35 +21,31 @@ _SAMPLED = 1000
 
 
 def rank_curves(retrieval: Retrieval) -> Figure:
-    """The share of queries that are answered within the first k, for every k, beside a random order."""
+    """The share of queries that are answered within the first k, for every k, beside a random order.
+
+    Ties count against the model; k is on a logarithmic axis.
+    """
     with style():
         drawing = Figure(figsize=(4.1, 3.1), layout="constrained")
-        draw_rank_curves(drawing.subplots(), retrieval)
+        axes = drawing.subplots()
+        dashed: Any = {"linewidth": 1, "linestyle": (0, (3, 3))}
+        for side, (name, ranks, colour) in enumerate(
+            (("image → text", retrieval.image_to_text, ACCENT), ("text → image", retrieval.text_to_image, _WARM))
+        ):
+            rank_Q = np.sort(ranks.zero_based().numpy())
+            cuts = np.unique(np.geomspace(1, ranks.num_candidates, 60).astype(int))
+            share = np.searchsorted(rank_Q, cuts - 1, side="right") / len(rank_Q)
+            axes.plot(cuts, 100 * share, color=colour, linewidth=1.8, label=name)
+            chance = [100 * retrieval.chance(int(k))[side] for k in cuts[cuts <= 1000]]
+            axes.plot(cuts[: len(chance)], chance, color=colour, **dashed)
+        axes.plot([], [], color=MUTED, label="random order", **dashed)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("first k candidates")
+        axes.set_ylabel("queries answered, %")
+        axes.grid(color=LINE, linewidth=0.5, alpha=0.6)
+        axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0.3)
     return drawing
-
-
-def draw_rank_curves(axes: Axes, retrieval: Retrieval) -> None:
-    """Ties count against the model; k is on a logarithmic axis."""
-    directions = (
-        ("image → text", retrieval.image_to_text, ACCENT, 0),
-        ("text → image", retrieval.text_to_image, _WARM, 1),
-    )
-    longest = max(ranks.num_candidates for _, ranks, _, _ in directions)
-    cuts = np.unique(np.geomspace(1, longest, 60).astype(int))
-    for name, ranks, colour, side in directions:
-        rank_Q = np.sort(ranks.zero_based().numpy())
-        within = cuts[cuts <= ranks.num_candidates]
-        share = np.searchsorted(rank_Q, within - 1, side="right") / len(rank_Q)
-        axes.plot(within, 100 * share, color=colour, linewidth=1.8, label=name)
-        chance = [100 * retrieval.chance(int(k))[side] for k in within[within <= 1000]]
-        axes.plot(within[: len(chance)], chance, color=colour, linewidth=1, linestyle=(0, (3, 3)))
-    axes.plot([], [], color=MUTED, linewidth=1, linestyle=(0, (3, 3)), label="random order")
-    axes.set_xscale("log")
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("first k candidates")
-    axes.set_ylabel("queries answered, %")
-    axes.grid(color=LINE, linewidth=0.5, alpha=0.6)
-    axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0.3)
 
 
 def similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor) -> Figure:

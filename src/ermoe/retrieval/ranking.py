@@ -85,7 +85,7 @@ def rank(
     """
     _check(query_QD, candidate_CD, query_group_Q, candidate_group_C)
     query_QD, candidate_CD = _at_least_float32(query_QD), _at_least_float32(candidate_CD)
-    place_QP = right_places(query_group_Q, candidate_group_C)
+    place_QP = _right_places(query_group_Q, candidate_group_C)
     num_queries, num_candidates = len(query_QD), len(candidate_CD)
     above_Q, tied_Q, tied_before_Q = (torch.zeros(num_queries, dtype=torch.long) for _ in range(3))
     candidate_CD = F.pad(candidate_CD, [0, 0, 0, -num_candidates % _SIDE])
@@ -105,6 +105,17 @@ def rank(
     return Ranks(above_Q, tied_Q, tied_before_Q, num_candidates)
 
 
+def nearest(query_D: Tensor, candidate_CD: Tensor, top: int) -> list[tuple[int, float]]:
+    """The candidates nearest to a query, (place, cosine), best first; of equal ones the earlier wins.
+
+    >>> nearest(torch.tensor([1.0, 0.0]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), 2)
+    [(1, 1.0), (2, 1.0)]
+    """
+    score_C = candidate_CD @ query_D
+    order = torch.argsort(score_C, descending=True, stable=True)[:top].tolist()
+    return [(place, float(score_C[place])) for place in order]
+
+
 def _compare(score_SC: Tensor, place_SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Wrong candidates above the best right one, equal to it, and equal to it and earlier; (S,) each."""
     right_SP = score_SC.gather(1, place_SP.clamp_min(0)).masked_fill(place_SP < 0, -torch.inf)
@@ -121,10 +132,10 @@ def _compare(score_SC: Tensor, place_SP: Tensor) -> tuple[Tensor, Tensor, Tensor
     return above_S, tied_S, before_S
 
 
-def right_places(query_group_Q: Tensor, candidate_group_C: Tensor) -> Tensor:
+def _right_places(query_group_Q: Tensor, candidate_group_C: Tensor) -> Tensor:
     """For each query the places of the candidates of its group, in order, filled up with −1: (Q, P).
 
-    >>> right_places(torch.tensor([0, 1]), torch.tensor([1, 0, 1])).tolist()
+    >>> _right_places(torch.tensor([0, 1]), torch.tensor([1, 0, 1])).tolist()
     [[1, -1], [0, 2]]
     """
     order_C = torch.argsort(candidate_group_C, stable=True)

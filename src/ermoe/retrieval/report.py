@@ -12,7 +12,8 @@ from ermoe.data.images import Images
 from ermoe.errors import UserError
 from ermoe.retrieval import plots
 from ermoe.retrieval.captions.protocols import PROTOCOLS
-from ermoe.retrieval.evaluation import Evaluation, best, table_rows
+from ermoe.retrieval.evaluation import Answers, Evaluation, table_rows
+from ermoe.retrieval.ranking import Ranks, nearest
 
 _EXAMPLES = 3
 _THUMBNAIL = 160
@@ -20,7 +21,8 @@ _THUMBNAIL = 160
 
 def write_report(evaluation: Evaluation, path: str | PathLike[str]) -> Path:
     """Writes the page; needs an evaluation that was just made, not one read from its record."""
-    if evaluation.retrieval is None:
+    answers = evaluation.answers
+    if answers is None:
         raise UserError("this evaluation was read from its record, which holds no queries to show: use --again")
     record = evaluation.record
     page = Page(
@@ -41,79 +43,69 @@ def write_report(evaluation: Evaluation, path: str | PathLike[str]) -> Path:
         "Ties count against the model.",
         [table(*table_rows(record), strong="RSUM")],
     )
-    page.section("How soon a match is found", "The higher and further left, the better.", [_curves(evaluation)])
+    page.section("How soon a match is found", "The higher and further left, the better.", [_curves(answers)])
     page.section(
         "Best and worst captions",
         "The first image of each row is the caption's own; the four after it are what the model finds first.",
-        _caption_queries(evaluation),
+        _caption_queries(answers),
     )
     page.section(
         "Best and worst images",
         "An image and the five captions that the model finds first; its own are marked.",
-        _image_queries(evaluation),
+        _image_queries(answers),
     )
     return page.write(path)
 
 
-def _curves(evaluation: Evaluation) -> Markup:
-    retrieval, captions = evaluation.retrieval, evaluation.captions
-    assert retrieval is not None
-    assert captions is not None
-    assert evaluation.image_ID is not None
-    assert evaluation.text_TD is not None
-    cosines = plots.similarity_histogram(evaluation.image_ID, evaluation.text_TD, captions.text_to_image_T)
+def _curves(answers: Answers) -> Markup:
+    cosines = plots.similarity_histogram(answers.image_ID, answers.text_TD, answers.captions.text_to_image_T)
+    curves = svg(plots.rank_curves(answers.retrieval), "rank curves")
     return grid(
         [
-            figure(svg(plots.rank_curves(retrieval), "rank curves"), "Rank curves", "Dashed: a random order."),
+            figure(curves, "Rank curves", "Dashed: a random order."),
             figure(svg(cosines, "cosines of pairs"), "Similarities", "Right pairs should stand apart from wrong ones."),
         ],
         pairs=True,
     )
 
 
-def _caption_queries(evaluation: Evaluation) -> list[Markup]:
-    captions, retrieval = evaluation.captions, evaluation.retrieval
-    assert captions is not None
-    assert retrieval is not None
-    assert evaluation.image_ID is not None
-    assert evaluation.text_TD is not None
-    blocks = []
-    for text, rank in extremes(retrieval.text_to_image.zero_based().long().tolist()):
+def _caption_queries(answers: Answers) -> list[Markup]:
+    captions, blocks = answers.captions, []
+    for text, rank in _extremes(answers.retrieval.text_to_image):
         own = int(captions.text_to_image_T[text])
-        found = best(evaluation.text_TD[text], evaluation.image_ID, 4)
         shown = [(thumbnail(captions.images, own), "its own image")]
-        shown += [(thumbnail(captions.images, image), f"cosine {cosine:.2f}") for image, cosine in found]
+        shown += [
+            (thumbnail(captions.images, image), f"cosine {cosine:.2f}")
+            for image, cosine in nearest(answers.text_TD[text], answers.image_ID, 4)
+        ]
         blocks += [heading(f"“{captions.texts[text]}”, rank {rank + 1:,}"), tiles(shown)]
     return blocks
 
 
-def _image_queries(evaluation: Evaluation) -> list[Markup]:
-    captions, retrieval = evaluation.captions, evaluation.retrieval
-    assert captions is not None
-    assert retrieval is not None
-    assert evaluation.image_ID is not None
-    assert evaluation.text_TD is not None
-    blocks = []
-    for image, rank in extremes(retrieval.image_to_text.zero_based().long().tolist()):
-        found = best(evaluation.image_ID[image], evaluation.text_TD, 5)
+def _image_queries(answers: Answers) -> list[Markup]:
+    captions, blocks = answers.captions, []
+    for image, rank in _extremes(answers.retrieval.image_to_text):
         rows = [
             [captions.texts[text], f"{cosine:.2f}", "own" if int(captions.text_to_image_T[text]) == image else ""]
-            for text, cosine in found
+            for text, cosine in nearest(answers.image_ID[image], answers.text_TD, 5)
         ]
         picture = tiles([(thumbnail(captions.images, image), captions.texts_of(image)[0])])
         blocks += [heading(f"rank {rank + 1:,}"), picture, table(["found first", "cosine", ""], rows)]
     return blocks
 
 
-def extremes(ranks: list[int]) -> list[tuple[int, int]]:
+def _extremes(ranks: Ranks) -> list[tuple[int, int]]:
     """(query, rank) of a few queries with the lowest ranks, then of a few with the highest, worst last.
 
-    >>> extremes([5, 0, 7, 1, 9, 2, 8])
+    >>> import torch
+    >>> ranks = torch.tensor([5, 0, 7, 1, 9, 2, 8])
+    >>> _extremes(Ranks(ranks, torch.zeros(7), torch.zeros(7), num_candidates=10))
     [(1, 0), (3, 1), (5, 2), (2, 7), (6, 8), (4, 9)]
     """
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    rank_Q = ranks.zero_based().long()
+    order = rank_Q.argsort(stable=True).tolist()
     chosen = order[:_EXAMPLES] + order[max(_EXAMPLES, len(order) - _EXAMPLES) :]
-    return [(query, ranks[query]) for query in chosen]
+    return [(query, int(rank_Q[query])) for query in chosen]
 
 
 def thumbnail(images: Images, index: int) -> Image.Image:

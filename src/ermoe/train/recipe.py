@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
 from ermoe.plain import Json, to_json
@@ -61,6 +62,17 @@ def train(
         resume=resume,
         console=compute.console,
     )
+
+
+Chosen = TypeVar("Chosen", bound=Recipe[Any])
+
+
+def changed(recipe: Chosen, changes: dict[str, Any]) -> Chosen:
+    """A recipe with some of its fields, or of its training's, set anew."""
+    names = {field.name for field in fields(recipe)}  # type: ignore[arg-type]
+    own = {name: value for name, value in changes.items() if name in names}
+    training = {name: value for name, value in changes.items() if name not in own}
+    return replace(recipe, training=replace(recipe.training, **training), **own)  # type: ignore[type-var]
 
 
 def means_among(options: dict[str, Any]) -> tuple[Compute, dict[str, Any]]:

@@ -9,13 +9,15 @@ from safetensors.torch import load_file
 
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
+from ermoe.retrieval.build import load_clip
+from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.contrastive import Contrastive
-from ermoe.retrieval.encode import in_memory
 from ermoe.retrieval.losses import contrastive_loss
-from ermoe.retrieval.presets import METHODS, PRESETS, VARIANTS, Recipe, recipe
-from ermoe.retrieval.run import chosen_model, load_clip, train
-from ermoe.train.run_folder import read_lines
+from ermoe.retrieval.presets import METHODS, PRESETS, VARIANTS, recipe
+from ermoe.retrieval.run import train
+from ermoe.train.compute import Compute
+from ermoe.train.run_folder import model_folder, read_lines
 from ermoe.train.settings import Training
 from support import captions as layouts
 
@@ -40,7 +42,7 @@ def test_every_method_trains_and_leaves_a_model_that_dev_chose(flickr, tmp_path,
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "test"] == [3, 6]
     assert load_clip(tmp_path / "run").trained_on.numel() == 24
-    assert chosen_model(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "best"
+    assert best_of(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "best"
 
 
 def test_a_run_learns_to_tell_its_training_pairs_apart(flickr, tmp_path):
@@ -55,7 +57,7 @@ def test_a_run_learns_to_tell_its_training_pairs_apart(flickr, tmp_path):
 
 def test_a_frozen_text_tower_is_byte_identical_after_training(flickr, dense_run, tmp_path):
     train("tiny-ermoe-frozen", flickr, tmp_path / "run", text_from=str(dense_run), cache=True)
-    before, after = (load_file(chosen_model(place) / "model.safetensors") for place in (dense_run, tmp_path / "run"))
+    before, after = (load_file(best_of(place) / "model.safetensors") for place in (dense_run, tmp_path / "run"))
     texts = [name for name in before if name.startswith("text.")]
     assert len(texts) > 10
     for name in texts:
@@ -65,29 +67,29 @@ def test_a_frozen_text_tower_is_byte_identical_after_training(flickr, dense_run,
 
 def test_a_tuned_text_tower_moves_on_from_where_it_was_taken(flickr, dense_run, tmp_path):
     train("tiny-dense", flickr, tmp_path / "run", text_from=str(dense_run), cache=True)
-    before, after = (load_file(chosen_model(place) / "model.safetensors") for place in (dense_run, tmp_path / "run"))
+    before, after = (load_file(best_of(place) / "model.safetensors") for place in (dense_run, tmp_path / "run"))
     assert not torch.equal(before["text.text_projection"], after["text.text_projection"])
 
 
 def test_cached_features_of_a_frozen_tower_give_the_loss_of_the_tower_itself(flickr, dense_run):
-    settings = Training(batch_size=8, epochs=1)
-    model = recipe("tiny-dense-frozen").build(text_from=str(chosen_model(dense_run)))
-    task = _task(model, flickr, settings)
+    model = recipe("tiny-dense-frozen").build(text_from=str(dense_run))
+    task = _task(model, flickr)
     (cached,) = next(iter(task.batches(0, 0)))
     assert cached.text is None
-    task._cached = None
-    plain = task._with_texts(cached.image, next(task.loader.order.batches(0)), 0)
+    task.source.feature_RD = None
+    (plain,) = next(iter(task.loader.epoch(0)))
+    assert plain.feature is None
     model.eval()
     torch.testing.assert_close(task.loss(model, cached), task.loss(model, plain), atol=1e-5, rtol=0)
 
 
 def test_every_epoch_shows_each_image_once_with_one_of_its_captions(flickr):
-    task = _task(recipe("tiny-dense").build(), flickr, Training(batch_size=8, epochs=1))
+    task = _task(recipe("tiny-dense").build(), flickr)
     for epoch in range(3):
         shown = [batch for parts in task.batches(epoch, 0) for batch in parts]
         assert [len(batch.image) for batch in shown] == [8, 8, 8]
         order = task.loader.order.epoch(epoch)
-        wanted = task._train_TL[torch.from_numpy(task.train_set.one_text_each(order, seed=0, epoch=epoch))].long()
+        wanted = task.source.token_RL[torch.from_numpy(task.train_set.one_text_each(order, seed=0, epoch=epoch))].long()
         given = torch.cat([torch.nn.functional.pad(b.text, (0, 16 - b.text.shape[1])) for b in shown])
         assert torch.equal(given, wanted)
     (later,) = next(iter(task.batches(1, 2)))
@@ -112,7 +114,7 @@ def test_rivals_train_by_their_own_rules(flickr, tmp_path, variant):
 
 def test_two_branches_are_two_contrastive_losses(flickr):
     model = recipe("tiny-fix-clip-style").build().eval()  # evaluation mode masks nothing
-    task = _task(model, flickr, Training(batch_size=8, epochs=1), objective="fix-clip-style")
+    task = _task(model, flickr, variant="fix-clip-style")
     (batch,) = next(iter(task.batches(0, 0)))
     image, text, scale = model(batch.image, batch.text)
     long, short = text.chunk(2)
@@ -162,17 +164,17 @@ def test_mistakes_are_told(flickr, dense_run, tmp_path):
     with pytest.raises(UserError, match="no preset 'tiny'"):
         recipe("tiny")
     with pytest.raises(UserError, match="no text tower of this shape"):
-        recipe("small-dense").build(text_from=str(chosen_model(dense_run)))
+        recipe("small-dense").build(text_from=str(best_of(dense_run)))
     with pytest.raises(UserError, match="no caption for a mixed image"):
-        _task(recipe("tiny-dense").build(), flickr, Training(batch_size=8), augmentation=Augmentation(mixup=0.5))
+        _task(recipe("tiny-dense").build(), flickr, augmentation=Augmentation(mixup=0.5))
     train_set = open_captions(flickr, split="train")
     with pytest.raises(UserError, match="24 images are in both train and dev"):
-        Contrastive(recipe("tiny-dense").build(), train_set, train_set, Training(batch_size=8))
+        CaptionedImages("", "custom", train_set, train_set)
     _begun(tmp_path / "begun")
     with pytest.raises(UserError, match="no model yet"):
-        chosen_model(tmp_path / "begun")
+        best_of(tmp_path / "begun")
     with pytest.raises(UserError, match="experts of its own"):
-        Recipe("vit_tiny_patch16_224", recipe("tiny-dense").text, Training(), Augmentation(), {}, variant="clip-moe")
+        replace(recipe("tiny-clip-moe"), sparsity={})
 
 
 def test_every_preset_is_a_recipe():
@@ -181,11 +183,13 @@ def test_every_preset_is_a_recipe():
         assert recipe(name).text_tower == ("frozen" if name.endswith("-frozen") else "tuned")
 
 
-def _task(model, flickr, settings, **options):
-    sets = [open_captions(flickr, split=split) for split in ("train", "dev")]
-    for captions in sets:
-        captions.images = in_memory(captions.images, 32)
-    return Contrastive(model, *sets, settings, **options)
+def best_of(run):
+    return model_folder(run, prefer="best")
+
+
+def _task(model, flickr, **options):
+    plain = replace(recipe("tiny-dense"), training=Training(batch_size=8, epochs=1), augmentation=NO_AUGMENTATION)
+    return Contrastive(model, CaptionedImages.open(flickr, cache=True), replace(plain, **options), Compute())
 
 
 def _begun(folder):

@@ -17,6 +17,7 @@ from ermoe.retrieval.index import build_index, open_index
 from ermoe.retrieval.plots import similarities
 from ermoe.retrieval.presets import recipe
 from ermoe.retrieval.run import train
+from ermoe.train.compute import Compute
 from support import captions as layouts
 from support.pictures import class_folders
 
@@ -38,10 +39,10 @@ def test_test_is_read_once_and_every_other_look_is_counted(place):
     assert first.record["training_images"] == 16
     assert set(first.record["figures"]) == {*RECALLS, "i2t_median_rank", "t2i_median_rank", "rsum"}
     second = evaluate(place / "run", place / "flickr", "custom", draws=20)
-    assert second.retrieval is None
+    assert second.answers is None
     assert second.record == json.loads(second.path.read_text())
     best = evaluate(place / "run" / "checkpoints" / "best", place / "flickr", "custom", draws=20)
-    assert best.retrieval is None  # the same model by another name
+    assert best.answers is None  # the same model by another name
     third = evaluate(place / "run", place / "flickr", "custom", draws=20, again=True)
     assert third.record["reads"] == 2
     assert third.record["figures"] == first.record["figures"]
@@ -50,7 +51,7 @@ def test_test_is_read_once_and_every_other_look_is_counted(place):
 def test_another_pool_has_a_record_of_its_own(place, tmp_path):
     earlier = evaluate(place / "run", place / "flickr", "custom", draws=20)
     other = evaluate(place / "run", layouts.coco(tmp_path / "coco"), "custom", split="all", draws=20)
-    assert other.retrieval is not None
+    assert other.answers is not None
     assert other.path != earlier.path
     with pytest.raises(UserError, match="does not exist"):
         evaluate(place / "run", tmp_path / "nowhere", "custom")
@@ -60,9 +61,10 @@ def test_another_pool_has_a_record_of_its_own(place, tmp_path):
     earlier.path.unlink()
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": -5}, {"draws": 0}, {"workers": -1}])
-def test_numbers_that_mean_nothing_are_refused(place, wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("batch_size", -5), ("draws", 0), ("workers", -1)])
+def test_numbers_that_mean_nothing_are_refused(place, name, value):
+    wrong = {"compute": Compute(workers=value)} if name == "workers" else {name: value}
+    with pytest.raises(UserError, match=name):
         evaluate(place / "run", place / "flickr", "custom", again=True, **wrong)
 
 

@@ -91,10 +91,10 @@ def _caption_set(
         raise UserError(
             f"{source}: {repeated} images of the split {split!r} are there twice, which {protocol.name} is not"
         )
-    found = f"{protocol.name}, {split}: {len(ids):,} images, {num_texts:,} captions from {source}"
-    found += f"; {unused} images of the file are in no split" if unused else ""
-    found += f"; {repeated} images are there twice" if repeated else ""
-    return CaptionSet(ids, captions, images, protocol=protocol.name, split=split, found=found)
+    summary = f"{protocol.name}, {split}: {len(ids):,} images, {num_texts:,} captions from {source}"
+    summary += f"; {unused} images of the file are in no split" if unused else ""
+    summary += f"; {repeated} images are there twice" if repeated else ""
+    return CaptionSet(ids, captions, images, protocol=protocol.name, split=split, summary=summary)
 
 
 def _caption_file(place: Path, protocol: Protocol, split: str) -> Path:

@@ -35,13 +35,14 @@ class Annotation:
 class CaptionSet:
     """One split of a protocol.
 
-    ``found`` is a sentence about what was read; ``fingerprint`` tells pools apart; ``ids`` name the images across data
-    sets and releases (see `ermoe.retrieval.captions.ids`). Texts are listed image by image.
+    ``summary`` is a sentence about what was read; ``fingerprint`` tells pools apart; ``ids`` name the images across
+    data sets and releases (see `ermoe.retrieval.captions.ids`). Texts are listed image by image.
 
     >>> from ermoe.data.images import ImagesInMemory
     >>> pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     >>> images = ImagesInMemory(pixels, found="two", split="all", classes=["a", "b"], label_N=torch.arange(2))
-    >>> pair = CaptionSet(["a", "b"], [("one", "two"), ("three",)], images, protocol="custom", split="all", found="two")
+    >>> captions = [("one", "two"), ("three",)]
+    >>> pair = CaptionSet(["a", "b"], captions, images, protocol="custom", split="all", summary="two images")
     >>> pair.texts, pair.text_to_image_T.tolist(), pair.texts_of(1)
     (['one', 'two', 'three'], [0, 0, 1], ['three'])
     """
@@ -54,14 +55,14 @@ class CaptionSet:
         *,
         protocol: str,
         split: str,
-        found: str,
+        summary: str,
     ) -> None:
         assert len(ids) == len(captions) == len(images), "one id and one list of captions for each image"
         self.ids = list(ids)
         self.images = images
         self.protocol = protocol
         self.split = split
-        self.found = found
+        self.summary = summary
         self.texts = [text for own in captions for text in own]
         self.num_texts_I = np.array([len(own) for own in captions], np.int64)
         self.first_text_I = np.cumsum(self.num_texts_I) - self.num_texts_I

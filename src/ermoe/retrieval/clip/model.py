@@ -6,7 +6,7 @@ Letters: B images or texts, L tokens of a text, D width of the common space.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import timm
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.ids import id_hashes
-from ermoe.retrieval.clip.towers import ImageTower, TextShape, TextTower
+from ermoe.retrieval.clip.towers import ImageTower, TextTower
+from ermoe.retrieval.text_shape import TextShape
 
 START_SCALE = math.log(1 / 0.07)
 LARGEST_SCALE = math.log(100)
@@ -122,7 +123,7 @@ def create_clip(
     text: TextShape,
     *,
     embed_dim: int = 512,
-    image_args: dict[str, Any] | None = None,
+    image_args: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> CLIP:
     """A dense CLIP with fresh weights; ``image_args`` go to `timm.create_model`."""

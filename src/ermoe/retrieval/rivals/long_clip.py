@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 
-LENGTH, KEPT, COMPONENTS = 248, 20, 32
+_LENGTH, _KEPT, _COMPONENTS = 248, 20, 32
 
 
-def stretched(position_LD: Tensor, length: int = LENGTH, kept: int = KEPT) -> Tensor:
+def stretched(position_LD: Tensor, length: int = _LENGTH, kept: int = _KEPT) -> Tensor:
     """Position embeddings for ``length`` tokens: the first ``kept`` as they are, the others interpolated linearly.
 
     From 77 positions, 57 become 4 each. What lies beyond the last one continues its last step.
@@ -38,18 +38,18 @@ def stretched(position_LD: Tensor, length: int = LENGTH, kept: int = KEPT) -> Te
     return torch.cat([position_LD[:kept], between.flatten(0, 1)])
 
 
-def stretch_positions(model: Any, length: int = LENGTH, kept: int = KEPT) -> Any:
+def stretch_positions(model: Any, length: int = _LENGTH, kept: int = _KEPT) -> Any:
     """Gives a CLIP's text tower ``length`` positions, in place; the first ``kept`` of them no longer learn."""
     text = model.text
     position_LD = nn.Parameter(stretched(text.positional_embedding.detach(), length, kept))
     text.positional_embedding = position_LD
     text.shape = replace(text.shape, context_length=length)
     text.num_pos = text.context_length = model.context_length = length
-    keep_first(model, kept)
+    _keep_first(model, kept)
     return model
 
 
-def keep_first(model: Any, kept: int = KEPT) -> None:
+def _keep_first(model: Any, kept: int = _KEPT) -> None:
     """Stops the gradient of the first positions. They do not decay either: position embeddings never do."""
 
     def without_first(grad_LD: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def keep_first(model: Any, kept: int = KEPT) -> None:
     model.text.positional_embedding.register_hook(without_first)
 
 
-def primary_components(feature_BD: Tensor, num: int = COMPONENTS) -> Tensor:
+def primary_components(feature_BD: Tensor, num: int = _COMPONENTS) -> Tensor:
     """Features without all but the first principal components of their batch, (B, D), of unit length.
 
     The directions count as constants: the gradient of a singular value decomposition has no bound where two singular
@@ -71,12 +71,3 @@ def primary_components(feature_BD: Tensor, num: int = COMPONENTS) -> Tensor:
     with torch.no_grad():
         direction_CD = torch.linalg.svd(centred_BD.float(), full_matrices=False).Vh[:num].to(feature_BD.dtype)
     return nn.functional.normalize(mean_D + (centred_BD @ direction_CD.mT) @ direction_CD, dim=-1)
-
-
-def pairs(image_BD: Tensor, text_2BD: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What is matched with what: images with long texts, their primary components with short ones.
-
-    ``text_2BD`` holds all long texts, then all short ones.
-    """
-    long_BD, short_BD = text_2BD.chunk(2)
-    return [(image_BD, long_BD), (primary_components(image_BD), short_BD)]

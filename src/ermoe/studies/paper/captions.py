@@ -12,7 +12,7 @@ from ermoe.data.augmentation import NO_AUGMENTATION
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.evaluation import evaluate
-from ermoe.retrieval.presets import Recipe, recipe
+from ermoe.retrieval.presets import RetrievalRecipe, recipe
 from ermoe.retrieval.run import train
 from ermoe.retrieval.shapes import write_shapes
 from ermoe.studies.figures import cell, figures_of, verdict
@@ -38,7 +38,7 @@ def place_of(setup: Setup, study: str) -> str:
     return str(write_shapes(setup.work / f"shapes-{study}", seed=_SCENE_SEEDS[study]))
 
 
-def recipe_of(setup: Setup, method: str, seed: int) -> Recipe:
+def recipe_of(setup: Setup, method: str, seed: int) -> RetrievalRecipe:
     """The paper's towers, the small ones for 96 pixels, or still smaller ones for generated scenes."""
     chosen = recipe(f"{'imagenet-b16' if setup.is_full else 'small'}-{method}")
     training = replace(chosen.training, seed=seed)
@@ -47,7 +47,7 @@ def recipe_of(setup: Setup, method: str, seed: int) -> Recipe:
         training = replace(training, epochs=12, batch_size=100, base_lr=4e-3)
         # A crop would cut off shapes that the caption names.
         chosen = replace(chosen, image_args=_SCENES, text=text, embed_dim=64, augmentation=NO_AUGMENTATION)
-    return replace(chosen, training=replace(training, epochs=setup.epochs or training.epochs))
+    return replace(chosen, training=replace(training, epochs=setup.epochs or training.epochs), preset="own")
 
 
 def trained(setup: Setup, study: str, protocol: str, method: str, seed: int, *, tuned: bool = False) -> Path:
@@ -86,7 +86,7 @@ def describe(study: str, protocol: str, setup: Setup) -> str:
         "the frozen text tower is the one that a dense model learned"
     )
     made = f"generated shapes, {len(data):,} test images with {len(data.texts):,} captions"
-    return f"{data.found if setup.data else made}; {towers}; {setup.in_seeds}."
+    return f"{data.summary if setup.data else made}; {towers}; {setup.in_seeds}."
 
 
 def study_of(name: str, title: str, paper: str, protocol: str, quoted: Mapping[str, Sequence[str]]) -> Study:

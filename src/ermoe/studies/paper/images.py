@@ -12,13 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.progress import track
 from torch import nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
-from ermoe.data.augment import Batch, Transform
+from ermoe.data.augment import Batch, in_memory
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images, ImagesInMemory, some_of
 from ermoe.errors import UserError
@@ -101,14 +99,7 @@ def _opened(place: str, *, held: bool) -> LabelledImages:
 
 def _held(images: Images) -> Images:
     """Images in files decoded once, at the size of the miniatures, as long as there are not too many."""
-    if isinstance(images, ImagesInMemory) or len(images) > _MOST_IN_MEMORY:
-        return images
-    transform, parts = Transform(_MINI_SIDE), []
-    for index_B in track(np.array_split(np.arange(len(images)), -(-len(images) // 500)), "reading", transient=True):
-        parts.append(transform.host(images, index_B, 0))
-    return ImagesInMemory(
-        torch.cat(parts), found=images.found, split=images.split, classes=images.classes, label_N=images.label_N
-    )
+    return images if len(images) > _MOST_IN_MEMORY else in_memory(images, _MINI_SIDE, shows_progress=True)
 
 
 def describe(setup: Setup, **training: Any) -> str:

@@ -28,7 +28,7 @@ def test_flickr_token_file_with_split_lists(tmp_path):
     check(found["test"], 3, 15)
     assert found["test"].texts[:2] == [layouts.caption(8, 0), layouts.caption(8, 1)]
     assert found["test"].ids[0] == "flickr:1000268209"
-    assert "1 images of the file are in no split" in found["dev"].found
+    assert "1 images of the file are in no split" in found["dev"].summary
     assert not set(found["train"].ids) & set(found["test"].ids)
 
 
@@ -169,7 +169,7 @@ def test_splits_may_be_written_large_and_old_line_ends_are_read(tmp_path):
     table.write_bytes(f"image,caption,split\r{first},a dog,Train\r{second},a cat,\r".encode())
     found = open_captions(table, split="train", images=tmp_path / "images")
     assert found.texts == ["a dog"]
-    assert "1 images of the file are in no split" in found.found
+    assert "1 images of the file are in no split" in found.summary
 
 
 def test_a_named_protocol_wants_to_know_its_split_and_no_image_twice(tmp_path):

@@ -134,5 +134,5 @@ def test_the_real_flickr8k_has_its_splits_and_91_images_to_spare(tmp_path):
     subprocess.run(unpack, check=True, timeout=120)
     sets = [open_captions(tmp_path / "flickr8k", "flickr8k-1k", split) for split in ("train", "dev", "test")]
     assert [len(captions) for captions in sets] == [6000, 1000, 1000]
-    assert "91 images of the file are in no split" in sets[0].found
+    assert "91 images of the file are in no split" in sets[0].summary
     assert len({name for captions in sets for name in captions.ids}) == 8000

@@ -1,0 +1,94 @@
+"""CLIPs to work with: built by a recipe, or read from where a run left them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ermoe.errors import UserError
+from ermoe.files import read_json
+from ermoe.models.io import CONFIG, load
+from ermoe.models.scratch import restart_ffns
+from ermoe.models.upcycle import upcycle
+from ermoe.models.weights.foreign import load_weights
+from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING, create_clip
+from ermoe.retrieval.clip.weights import load_clip_weights
+from ermoe.retrieval.presets import RetrievalRecipe
+from ermoe.retrieval.rivals import clip_moe, long_clip
+from ermoe.train.run_folder import model_folder
+
+
+def build(recipe: RetrievalRecipe) -> CLIP:
+    """The model of a recipe before training; its random numbers are a function of the seed."""
+    seed = recipe.training.seed
+    model = create_clip(
+        recipe.architecture, recipe.text, embed_dim=recipe.embed_dim, image_args=recipe.image_args, seed=seed
+    )
+    if recipe.init == "same" and recipe.weights is None:
+        restart_ffns(model, torch.Generator().manual_seed(seed))
+    _start_towers(model, recipe)
+    generator = torch.Generator().manual_seed(seed)
+    if recipe.variant == "long-clip":
+        long_clip.stretch_positions(model)
+    if recipe.variant == "clip-moe":
+        model = clip_moe.clip_moe(model, generator=generator)
+        clip_moe.train_only_gates(model)
+    elif recipe.sparsity is not None:
+        init = recipe.init if recipe.weights is None else "dense"
+        upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
+    if recipe.text_tower == "frozen":
+        model.freeze_text()
+    return model
+
+
+def _start_towers(model: CLIP, recipe: RetrievalRecipe) -> None:
+    if recipe.weights is not None:
+        parts = ("image", "text") if recipe.image_weights is None else ("text",)
+        load_clip_weights(model, recipe.weights, parts=parts)
+    if recipe.image_weights is not None:
+        _load_image_tower(model, recipe.image_weights)
+    if recipe.text_from is not None:
+        _take_text_tower(model, recipe.text_from)
+    if recipe.text_tower == "frozen" and recipe.weights is None and recipe.text_from is None:
+        raise UserError("a frozen text tower must know something: give --weights of a CLIP, or --text-from a run")
+
+
+def _load_image_tower(model: CLIP, path: str) -> None:
+    fit = load_weights(model.visual.trunk, path, strict=False)
+    model.remember([UNKNOWN_PRETRAINING])
+    if fit.missing:
+        raise UserError(
+            f"{path} lacks {fit.missing[0]} ({len(fit.missing)} such): it holds weights of another image tower"
+        )
+
+
+def _take_text_tower(model: CLIP, place: str) -> None:
+    other = load(model_folder(place, prefer="best"))
+    if not isinstance(other, CLIP) or other.text.shape != model.text.shape or other.embed_dim != model.embed_dim:
+        raise UserError(f"{place} has no text tower of this shape: name a run of the same preset family")
+    model.text.load_state_dict(other.text.state_dict())
+    with torch.no_grad():
+        model.logit_scale.copy_(other.logit_scale)
+    model.trained_on = other.trained_on.clone()  # what its text tower has seen counts
+
+
+def load_clip(place: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> CLIP:
+    """The CLIP of a run folder (the epoch that dev chose), a model folder or a hub repository, in evaluation mode."""
+    model = load(model_folder(place, prefer="best"), device=device)
+    if not isinstance(model, CLIP):
+        raise UserError(f"{place} holds a {type(model).__name__}, not a CLIP: name a run of ermoe retrieve train")
+    return model.eval()
+
+
+def save_id(place: str | os.PathLike[str]) -> str | None:
+    """Which save of a model lies there, so that one that was trained further is told apart; None on the hub."""
+    path = Path(model_folder(place, prefer="best")) / CONFIG
+    if not path.is_file():
+        return None
+    remedy = "copy the model again, or train it anew"
+    content = read_json(path, remedy)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: {remedy}")
+    return content.get("save")
