@@ -38,10 +38,10 @@ def trained_vit(cifar):
     torch.manual_seed(0)
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3, "num_classes": 10}
     model = timm.create_model("vit_tiny_patch16_224", **small).train()
-    images, labels = cifar("train", slice(0, 2560))
+    images, labels = cifar("train", slice(0, 1280))
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(80):
-        rows = torch.randint(0, len(images), (64,), generator=torch.Generator().manual_seed(step))
+    for step in range(60):
+        rows = torch.randint(0, len(images), (32,), generator=torch.Generator().manual_seed(step))
         loss = F.cross_entropy(model(images[rows]), labels[rows])
         optimiser.zero_grad()
         loss.backward()

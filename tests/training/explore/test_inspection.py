@@ -1,4 +1,4 @@
-"""What `ermoe inspect` writes: complete, self-contained, with every number beside it, and right in a real browser."""
+"""What `ermoe inspect` writes: complete, self-contained, with every number beside it. A browser: tests/system."""
 
 import csv
 import re
@@ -10,43 +10,19 @@ import torch
 from PIL import Image
 
 import ermoe
-from ermoe.analysis import plots
 from ermoe.analysis.curve_plots import Curve, Scale, curves
-from ermoe.analysis.patches import patch_experts, patch_grid
 from ermoe.data.catalogue import open_images
 from ermoe.errors import UserError
 from ermoe.explore import inspection
 from ermoe.explore.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
 from ermoe.explore.patch_viewer import Patched, viewer
-from ermoe.images.classification import transform_for
 from support import slow_measures as slow
-from support.browser import CHROMIUM, Browser
-
-SIZE = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
-
-
-def model(router="eigen", seed=0, **options):
-    torch.manual_seed(seed)
-    dense = timm.create_model("vit_tiny_patch16_224", **SIZE)
-    generator = torch.Generator().manual_seed(seed)
-    return ermoe.upcycle(dense, num_experts=4, router=router, init="random", generator=generator, **options).eval()
+from support.inspected import SIZE, model, write_report
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Two models side by side; the second is a run that kept its evaluations."""
-    folder = tmp_path_factory.mktemp("inspect")
-    ermoe.save(model(), folder / "first")
-    run = folder / "second"
-    ermoe.save(model("v-moe", seed=1), run / "model")
-    (run / "config.json").write_text("{}")
-    lines = [
-        '{"step": 9, "kind": "test", "top1": 0.5}',
-        '{"step": 18, "kind": "test", "top1": 0.6, "fluctuation": 0.25}',
-    ]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    settings = Settings(k_images=40, batch_size=200)
-    return inspect([str(folder / "first"), str(run)], "digits", folder / "out", settings=settings)
+    return write_report(tmp_path_factory.mktemp("inspect"))
 
 
 def test_report_has_every_section(report):
@@ -96,38 +72,6 @@ def test_numbers_in_the_files_are_those_of_a_recording(report):
     own = found.summary()["block 1"]["fallback_rate"]
     at_half = next(float(row["fallback"]) for row in rates if row["layer"] == "block 1" and row["T"] == "0.5")
     assert at_half == pytest.approx(own, abs=1e-9)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
-def test_the_page_works_in_a_browser(report):
-    with Browser() as browser:
-        browser.open(report)
-        assert browser.evaluate("document.querySelectorAll('section').length") == 10
-        assert browser.evaluate("document.getElementById('layer-name').textContent") == "block 3"
-        paint = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
-        deepest = browser.evaluate(paint)
-        browser.evaluate("const s = document.getElementById('layer'); s.value = 0; s.dispatchEvent(new Event('input'))")
-        assert browser.evaluate("document.getElementById('layer-name').textContent") == "block 1"
-        assert browser.evaluate(paint) != deepest
-        pixel = "[...document.querySelector('canvas').getContext('2d').getImageData(0, 0, 4, 4).data]"
-        shown = np.array(browser.evaluate(pixel)).reshape(4, 4, 4)[..., :3]
-        assert (shown == expected_colours()).all()
-        browser.resize(390, 844)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-        assert browser.pdf().startswith(b"%PDF")
-        assert browser.errors == []
-        assert [address for address in browser.requests if not address.startswith(("file:", "data:"))] == []
-
-
-def expected_colours():
-    """Those of the experts in block 1 of the first model, for the first picture: the first zero of the test split."""
-    network, images = model(), open_images("digits", "test")
-    index = np.array([int((images.label_N == 0).nonzero()[0])])
-    transform = transform_for(network)
-    image = transform.device(transform.host(images, index, 0), images.label_N[index], index, 0).image
-    expert = patch_experts(network, image, patch_grid(network, image))["blocks.1.mlp"][0]
-    palette = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in plots.expert_colours(4)]
-    return np.array(palette)[expert.numpy()]
 
 
 def test_a_single_model_is_not_called_by_name(tmp_path):

@@ -223,7 +223,6 @@ class TestCalibrate:
             ermoe.calibrate(sparse, ["images"])
 
 
-@pytest.mark.slow
 class TestOnCifar:
     """Point by point what must hold at step 0, on real images."""
 

@@ -16,8 +16,6 @@ from ermoe.models.export import limit_places, to_program
 from ermoe.models.vit3d import ViT3D
 from support.backbones import apart, build, distance, outputs, perturb, photographs
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def sparse():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from ermoe.errors import UserError
 from ermoe.train import checkpoint
 from ermoe.train.run_folder import append_line, differences, forget_lines_after, read_lines
+from support.children import environment
 from support.disk import limited_files
 from support.tiny_run import SPARSITY, StoppedError, recipe, run
 
@@ -45,15 +46,14 @@ def assert_bit_identical(found, expected):
 
 
 def test_a_run_killed_at_random_moments_ends_bit_identical(tmp_path):
-    kills = 10
+    kills = 4
     script = str(TESTS / "support" / "kill.py")
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, script, str(kills), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=280,
-        env=environment,
+        env=environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert not list((tmp_path / "disturbed").rglob(".*")), "what was being written when a life ended is removed"

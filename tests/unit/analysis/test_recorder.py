@@ -16,52 +16,12 @@ from ermoe.errors import UserError
 from ermoe.nn import EigenMoE, Routing, moe_layers
 from ermoe.nn.registry import LAYERS, build_layer
 from support import slow_measures as slow
-
-
-class Tower(nn.Module):
-    """Two MoE layers that differ in what their records hold: one drops pairs, the other prunes them."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shape = {"num_experts": 4, "generator": generator}
-        self.crowded = EigenMoE(16, 24, capacity_factor=1.0, **shape)
-        self.pruned = EigenMoE(16, 24, score="energy", below_threshold="prune", threshold=0.7, **shape)
-
-    def forward(self, x, mask=None):
-        x = x + self.crowded(x, x.roll(1, 1), mask)
-        return x + self.pruned(x, mask=mask)
+from support.recorded_tower import Tower, assert_same, batches, record
 
 
 @pytest.fixture
 def tower():
     return Tower().eval()
-
-
-def batches(number=3, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(4, 6, 16, generator=generator),
-            torch.rand(4, 6, generator=generator) > 0.2,
-            torch.randint(0, 3, (4,), generator=generator),
-        )
-        for _ in range(number)
-    ]
-
-
-def record(model, data, **options):
-    with torch.no_grad(), ermoe.record_routing(model, classes=3, **options) as routing:
-        for x, mask, label in data:
-            routing.labels(label)
-            model(x, mask)
-    return routing
-
-
-def assert_same(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
-    for layer in expected:
-        assert found[layer] == pytest.approx(expected[layer], rel=tolerance, abs=tolerance, nan_ok=True), layer
 
 
 def test_summary_equals_loops_over_the_records(tower):
@@ -156,27 +116,6 @@ def test_a_recording_can_be_continued_but_not_nested_in_itself(tower):
     assert_same(routing.summary(), record(tower, data).summary())
 
 
-def test_under_compile(tower):
-    data = batches(3)
-    compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")
-    before = compiled(*data[0][:2])
-    routing = record(compiled, data)
-    assert_same(routing.summary(), record(tower, data).summary())
-    assert torch.equal(compiled(*data[0][:2]), before)
-    assert routing.tallies["crowded"].totals.count_CE.equal(record(tower, data).tallies["crowded"].totals.count_CE)
-
-
-def test_recording_every_epoch_compiles_once(tower):
-    data = batches(1)
-    compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(recompile_limit=2):  # beyond which fullgraph is an error
-        tokens = []
-        for _ in range(4):
-            compiled(*data[0][:2])
-            tokens.append(record(compiled, data).summary()["crowded"]["tokens"])
-    assert tokens == [data[0][1].sum()] * 4
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_counts_once(tower, use_reentrant):
     x = torch.randn(4, 6, 16, requires_grad=True)
@@ -230,18 +169,6 @@ def test_every_router_of_the_registry(router):
     assert 0 <= figures["class_information"] <= 1
     has_threshold = layer.router is not None and layer.router.threshold is not None
     assert math.isnan(figures["fallback_rate"]) != has_threshold
-
-
-@pytest.mark.parametrize("router", ["eigen", "v-moe", "expert-choice"])
-def test_masked_pairs_are_not_counted_in_a_traced_graph(router):
-    layer = build_layer(router, 16, num_experts=4, generator=torch.Generator().manual_seed(0)).eval()
-    x, mask = torch.randn(3, 8, 16), torch.rand(3, 8) > 0.5
-    with torch.no_grad(), ermoe.record_routing(layer) as eager:
-        layer(x, x.roll(1, 1), mask)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with torch.no_grad(), ermoe.record_routing(compiled) as traced:
-        compiled(x, x.roll(1, 1), mask)
-    assert_same(traced.summary(), eager.summary())
 
 
 def test_fluctuation_counts_tokens_that_changed_an_expert(tower):

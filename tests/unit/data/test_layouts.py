@@ -3,8 +3,6 @@
 import hashlib
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -203,13 +201,3 @@ def test_check_reads_any_number_of_images_in_portions(capsys):
     findings = check([images])
     assert sum(findings.sizes.values()) == sum(findings.class_counts["train"].values()) == len(images)
     assert capsys.readouterr() == ("", ""), "the bar is for terminals only"
-
-
-@pytest.mark.skipif("ERMOE_DATA" not in os.environ, reason="needs ERMOE_DATA, a folder with the packed data sets")
-def test_the_real_cifar_10(tmp_path):
-    unpack = Path(os.environ["ERMOE_DATA"], "unpack.py")
-    subprocess.run([sys.executable, str(unpack), "cifar10", str(tmp_path)], check=True)
-    test = open_images(tmp_path, "test")
-    assert set(test.class_counts().values()) == {1000}
-    assert test.classes[0] == "airplane"
-    assert 100 < test.image_NCHW.float().mean() < 140

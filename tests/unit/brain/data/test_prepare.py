@@ -1,60 +1,19 @@
 """A scan is the same scan however it is stored."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("nibabel")
 
-import nibabel
 
-from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.preprocess import Preprocessing, isolate, prepare
-from ermoe.brain.data.scans import Scan, Segmentation
 from ermoe.errors import UserError
 from support.scans import CODES, head, save
+from support.stored_scans import all_ways_to_store, padded, stored, turned
 
 SMALL = Preprocessing(spacing_mm=4.0, shape=(40, 48, 40))
-
-
-def stored(folder, t1, labels, affine, suffix=".nii.gz"):
-    """A scan with its segmentation, written to a folder."""
-    path = save(folder / f"sub-01_T1w{suffix}", t1, affine)
-    dseg = save(folder / f"sub-01_dseg{suffix}", labels, affine)
-    codes = {"wm": (CODES["wm"],), "gm": (CODES["gm"],), "csf": (CODES["csf"],)}
-    return Scan("sub-01", None, path, labels=dseg, tissue=Segmentation(dseg, codes))
-
-
-def turned(data, affine, orientation):
-    """The same voxels in another order of axes."""
-    image = nibabel.Nifti1Image(data, affine)
-    change = nibabel.orientations.ornt_transform(
-        nibabel.io_orientation(affine), nibabel.orientations.axcodes2ornt(orientation)
-    )
-    moved = image.as_reoriented(change)
-    return np.asanyarray(moved.dataobj), moved.affine
-
-
-def padded(data, affine, width=((3, 5), (0, 7), (4, 0))):
-    shifted = affine.copy()
-    shifted[:3, 3] = (affine @ [*(-low for low, _ in width), 1])[:3]
-    return np.pad(data, width), shifted
-
-
-def all_ways_to_store(t1, labels, affine):
-    """(name, t1, labels, affine, suffix) of the same head."""
-    for orientation in ("LAS", "PSR", "IPL", "SRA"):
-        moved, where = turned(t1, affine, orientation)
-        yield orientation, moved, turned(labels, affine, orientation)[0], where, ".nii.gz"
-    yield ".nii", t1, labels, affine, ".nii"
-    yield "float", t1.astype(np.float32), labels, affine, ".nii.gz"
-    yield "scaled", t1.astype(np.float32) * 0.37, labels, affine, ".nii.gz"
-    more, where = padded(t1, affine)
-    yield "padded", more, padded(labels, affine)[0], where, ".nii.gz"
-    yield "4 axes", t1[..., None], labels, affine, ".nii"
 
 
 def oblique(affine, degrees=7.0):
@@ -180,35 +139,3 @@ def test_nonsense_is_refused(options, message):
 def test_unknown_stored_options_are_refused():
     with pytest.raises(UserError, match="unknown keys denoise"):
         Preprocessing.from_dict(Preprocessing().to_dict() | {"denoise": True})
-
-
-@pytest.fixture(scope="module")
-def ixi():
-    data = os.environ.get("ERMOE_DATA")
-    root = Path(data or ".", "ixi50")
-    if not data or not root.is_dir():
-        pytest.skip("the environment variable ERMOE_DATA does not lead to a folder with ixi50")
-    return root
-
-
-@pytest.mark.slow
-def test_deepbet_finds_the_brain_however_it_is_stored(tmp_path, ixi):
-    pytest.importorskip("deepbet")
-    scan = open_cohort(ixi, participants=["IXI217"]).scans[0]
-    t1 = nibabel.load(scan.t1)
-    lone = save(tmp_path / "a.nii.gz", *padded(*turned(np.asanyarray(t1.dataobj), t1.affine, "LPI")))
-    found, known = (prepare(found, SMALL) for found in (Scan("a", None, lone), scan))
-    assert found.mask_source == "deepbet"
-    assert 2 * (found.mask_XYZ & known.mask_XYZ).sum() / (found.mask_XYZ.sum() + known.mask_XYZ.sum()) > 0.96
-
-
-def test_storage_does_not_matter_for_a_real_scan(tmp_path, ixi):
-    scan = open_cohort(ixi, participants=["IXI012"]).scans[0]
-    t1, labels = nibabel.load(scan.t1), nibabel.load(scan.labels)
-    data, codes = np.asanyarray(t1.dataobj), np.asanyarray(labels.dataobj)
-    reference = prepare(scan, Preprocessing())
-    for name, *way in all_ways_to_store(data, codes, t1.affine):
-        if name in ("IPL", "scaled", "padded"):
-            volume = prepare(stored(tmp_path / name, *way), Preprocessing())
-            assert (volume.mask_XYZ == reference.mask_XYZ).all(), name
-            np.testing.assert_allclose(volume.t1_XYZ, reference.t1_XYZ, atol=1e-4, err_msg=name)

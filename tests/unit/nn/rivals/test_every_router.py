@@ -183,32 +183,6 @@ def test_a_copy_does_not_share_pending_losses(name, options):
     assert torch.equal(twin.eval()(x, context), layer.eval()(x, context))
 
 
-@one_of_each
-@pytest.mark.parametrize("masked", [False, True])
-def test_export(name, options, masked):
-    layer = build(name, options).eval()
-    layer.every_expert = True
-    x, context = inputs()
-    mask = (torch.arange(12) < 9).expand(4, -1) if masked else None
-    program = torch.export.export(layer, (x, context, mask))
-    assert_close(program.module()(x, context, mask), layer(x, context, mask), rtol=0, atol=1e-6)
-
-
-@one_of_each
-def test_compiled_training_step(name, options):
-    layer = without_noise(build(name, options))
-    x, context = inputs()
-    mask = (torch.arange(12) < 9).expand(4, -1)
-    expected = layer(x, context, mask).square().mean() + ermoe.auxiliary_loss(layer)
-    expected_gradients = torch.autograd.grad(expected, list(layer.parameters()))
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    loss = compiled(x, context, mask).square().mean() + ermoe.auxiliary_loss(layer)
-    assert_close(loss, expected, rtol=0, atol=1e-5)
-    for fast, slow in zip(torch.autograd.grad(loss, list(layer.parameters())), expected_gradients, strict=True):
-        assert_close(fast, slow, rtol=1e-4, atol=1e-5)
-
-
 @every_router
 def test_the_slow_path_agrees(name, options):
     layer = without_noise(build(name, options))

@@ -1,19 +1,17 @@
-"""Every router under DDP, run by test_two_ranks.py in two gloo processes, without find_unused_parameters.
+"""Every router under DDP, without find_unused_parameters.
 
 The reference is a single process that sees each half of the batch by itself and averages the gradients; that is what
 DDP promises also for methods that look at a whole batch. Noise comes from torch's generator, seeded by rank.
 """
 
 import copy
-import os
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import ermoe
-from support.routers import CASES, IDS, build, inputs
+from support.routers import build, inputs
 
 WHOLE_BATCH = ("eigen", "loss-free", "logit")  # a step of theirs sees tokens, not batches
 
@@ -29,7 +27,12 @@ def gradients(layer, network, batch, seed):
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def check(name, options, rank):
+def check(name, options, group):
+    check_gradients(name, options, group.rank)
+    check_idle(name, options, group.rank)
+
+
+def check_gradients(name, options, rank):
     layer = build(name, options, dtype=torch.float64)
     batch = inputs(batch=8, dtype=torch.float64)
     twin = copy.deepcopy(layer)
@@ -51,15 +54,3 @@ def check_idle(name, options, rank):
     rows = slice(0, 4 if rank == 0 else 0)
     DistributedDataParallel(layer)(x[rows], context[rows]).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = int(os.environ["RANK"])
-    for case_id, (name, options) in zip(IDS, CASES, strict=True):
-        check(name, options, rank)
-        check_idle(name, options, rank)
-        if rank == 0:
-            print("passed", case_id, flush=True)
-    dist.destroy_process_group()

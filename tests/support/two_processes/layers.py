@@ -1,9 +1,7 @@
-"""What two processes must agree on; run under torchrun by test_two_processes.py, one check per name given.
+"""The layer over two processes: DDP, FSDP2, balance.
 
 Everything is in float64 on the CPU with gloo, against a single process that sees the whole batch.
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -66,7 +64,7 @@ def own_rows(rank, whole):
     return whole[4 * rank : 4 * rank + 4]
 
 
-def ddp(rank):
+def ddp(group):
     for options in (
         {},
         {"experts": "dense"},
@@ -77,7 +75,7 @@ def ddp(rank):
         wrapped = DistributedDataParallel(double)  # find_unused_parameters stays False
         # The single process must not join the collectives of update_balance.
         train_alone(single, batch())
-        train(wrapped, own_rows(rank, batch()))
+        train(wrapped, own_rows(group.rank, batch()))
         assert_equal_state(double, single)
 
 
@@ -90,10 +88,10 @@ def train_alone(network, rows):
         dist.is_initialized = initialized
 
 
-def ddp_with_an_idle_rank(rank):
+def ddp_with_an_idle_rank(group):
     """A rank without tokens still takes part, and the others' counts are not lost."""
     wrapped = DistributedDataParallel(model())
-    rows = batch() if rank == 0 else batch()[:0]
+    rows = batch() if group.rank == 0 else batch()[:0]
     loss = wrapped(rows).square().sum()
     loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in wrapped.parameters())
@@ -101,11 +99,11 @@ def ddp_with_an_idle_rank(rank):
     assert wrapped.module[0].moe.router.balance.offset_E.any()
 
 
-def ddp_accumulation(rank):
+def ddp_accumulation(group):
     """Two forwards before an update: DDP's broadcast of buffers must not overwrite what a rank has counted."""
     single, double = model(), model()
     wrapped = DistributedDataParallel(double)
-    for part in own_rows(rank, batch()).split(2):
+    for part in own_rows(group.rank, batch()).split(2):
         wrapped(part).sum().backward()
     update_balance(wrapped)
     initialized, dist.is_initialized = dist.is_initialized, lambda: False
@@ -116,7 +114,7 @@ def ddp_accumulation(rank):
         torch.testing.assert_close(mine.moe.router.balance.offset_E, alone.moe.router.balance.offset_E)
 
 
-def fsdp(rank):
+def fsdp(group):
     single, double = model(), model()
     mesh = init_device_mesh("cpu", (2,))
     for block in double:
@@ -125,7 +123,7 @@ def fsdp(rank):
     basis = double[0].moe.experts.up.U
     assert basis.to_local().shape[0] < 3, "experts are sharded on their first axis"
     train_alone(single, batch())
-    train(double, own_rows(rank, batch()))
+    train(double, own_rows(group.rank, batch()))
     assert_equal_state(double, single)
     report = retract(double)
     assert all(entry.error_after < 1e-12 for entry in report.values())
@@ -133,17 +131,17 @@ def fsdp(rank):
     assert report.keys() == alone.keys()
 
 
-def balance_over_uneven_batches(rank):
+def balance_over_uneven_batches(group):
     """Loads become equal over both processes together, whatever each of them sees."""
-    generator = torch.Generator().manual_seed(10 + rank)
+    generator = torch.Generator().manual_seed(10 + group.rank)
     torch.manual_seed(0)
     layer = EigenMoE(32, 32, score="prototype")
     layer.router.balance.offset_E[0] = 2.0
     centres = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     history = []
     for _ in range(500):
-        num_tokens = 3000 if rank == 0 else 500
-        kind = torch.randint(0, 2, (num_tokens,), generator=generator) + 2 * rank  # other tokens on each rank
+        num_tokens = 3000 if group.rank == 0 else 500
+        kind = torch.randint(0, 2, (num_tokens,), generator=generator) + 2 * group.rank  # other tokens on each rank
         routing = layer.route(centres[kind] + torch.randn(num_tokens, 32, generator=generator))
         layer.router.observe(routing)
         count_E = routing.count_E.double()
@@ -155,13 +153,3 @@ def balance_over_uneven_batches(rank):
     offsets = [torch.empty(8) for _ in range(2)]
     dist.all_gather(offsets, layer.router.balance.offset_E)
     assert torch.equal(*offsets)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        globals()[name](dist.get_rank())
-        if dist.get_rank() == 0:
-            print("passed", name, flush=True)
-    dist.destroy_process_group()

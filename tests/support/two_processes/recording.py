@@ -1,4 +1,4 @@
-"""What two processes record together; run under torchrun by test_recording_processes.py."""
+"""What two processes record together."""
 
 import torch
 import torch.distributed as dist
@@ -66,12 +66,10 @@ def shard(network):
     return fully_shard(network, mesh=mesh)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    # FSDP's forward passes are collective, so its processes take equally many.
-    for name, wrap, first_share in [("ddp", DistributedDataParallel, 4), ("fsdp", shard, 3)]:
-        check(wrap, first_share)
-        if dist.get_rank() == 0:
-            print(f"passed {name}", flush=True)
-    dist.destroy_process_group()
+def ddp(group):
+    check(DistributedDataParallel, first_share=4)
+
+
+def fsdp(group):
+    """FSDP's forward passes are collective, so its processes take equally many."""
+    check(shard, first_share=3)

@@ -1,17 +1,13 @@
-"""Runs of two processes, started by torchrun in test_processes.py: MODE FOLDER."""
+"""Training runs of two processes."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
-import torch
-
-from ermoe.train.compute import processes
 from support.tiny_run import StoppedError, recipe, run
 
 
-def ddp_with_a_death(folder, group):
+def ddp_with_a_death(group, folder):
     """In its first life rank 1 dies in the middle of the second epoch; torchrun starts both again."""
     died = Path(folder, "died")
 
@@ -23,11 +19,11 @@ def ddp_with_a_death(folder, group):
     run(Path(folder, "ddp"), recipe(precision="fp64", save_every=5), group=group, before=die)
 
 
-def fsdp(folder, group):
+def fsdp(group, folder):
     run(Path(folder, "fsdp"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp")
 
 
-def fsdp_interrupted(folder, group):
+def fsdp_interrupted(group, folder):
     """Stops at step 13 of the first epoch, after the checkpoint of step 10."""
 
     def stop(epoch, step):
@@ -40,12 +36,5 @@ def fsdp_interrupted(folder, group):
         return
 
 
-def accumulation(folder, group):
+def accumulation(group, folder):
     run(Path(folder, "parts"), recipe(precision="fp64", save_every=5, accumulate=2), group=group)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with processes("cpu") as group:
-        for mode in sys.argv[2:]:
-            globals()[mode](sys.argv[1], group)

@@ -1,0 +1,44 @@
+"""The page of `ermoe inspect` in a real browser."""
+
+import numpy as np
+import pytest
+
+from ermoe.analysis import plots
+from ermoe.analysis.patches import patch_experts, patch_grid
+from ermoe.data.catalogue import open_images
+from ermoe.images.classification import transform_for
+from support.browser import CHROMIUM, Browser
+from support.inspected import model, write_report
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
+def test_the_page_works_in_a_browser(tmp_path):
+    report = write_report(tmp_path)
+    with Browser() as browser:
+        browser.open(report)
+        assert browser.evaluate("document.querySelectorAll('section').length") == 10
+        assert browser.evaluate("document.getElementById('layer-name').textContent") == "block 3"
+        paint = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
+        deepest = browser.evaluate(paint)
+        browser.evaluate("const s = document.getElementById('layer'); s.value = 0; s.dispatchEvent(new Event('input'))")
+        assert browser.evaluate("document.getElementById('layer-name').textContent") == "block 1"
+        assert browser.evaluate(paint) != deepest
+        pixel = "[...document.querySelector('canvas').getContext('2d').getImageData(0, 0, 4, 4).data]"
+        shown = np.array(browser.evaluate(pixel)).reshape(4, 4, 4)[..., :3]
+        assert (shown == expected_colours()).all()
+        browser.resize(390, 844)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert browser.pdf().startswith(b"%PDF")
+        assert browser.errors == []
+        assert [address for address in browser.requests if not address.startswith(("file:", "data:"))] == []
+
+
+def expected_colours():
+    """Those of the experts in block 1 of the first model, for the first picture: the first zero of the test split."""
+    network, images = model(), open_images("digits", "test")
+    index = np.array([int((images.label_N == 0).nonzero()[0])])
+    transform = transform_for(network)
+    image = transform.device(transform.host(images, index, 0), images.label_N[index], index, 0).image
+    expert = patch_experts(network, image, patch_grid(network, image))["blocks.1.mlp"][0]
+    palette = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in plots.expert_colours(4)]
+    return np.array(palette)[expert.numpy()]

@@ -1,0 +1,100 @@
+"""Two processes do what one does, survive a death among them, and hand over to another number of processes.
+
+All of it happens in one launch of torchrun, and the checks themselves are in support/two_processes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ermoe.train.run_folder import read_lines
+from support.children import environment
+from support.tiny_run import recipe, run
+from support.two_processes.run_checks import CHECKS
+
+TOLERANCE = 1e-6
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """The folder that all checks of two processes have written to, and how their launch ended."""
+    folder = tmp_path_factory.mktemp("two")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += ["--max-restarts=3", "--monitor-interval=0.2"]
+    script = str(TESTS / "support" / "two_processes" / "run_checks.py")
+    ended = subprocess.run(
+        [*torchrun, script, str(folder)], capture_output=True, text=True, timeout=280, env=environment()
+    )
+    return folder, ended
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes_behave_as_one(check, launch):
+    folder, ended = launch
+    path = folder / f"{check}.json"
+    assert path.exists(), ended.stderr[-4000:]
+    problem = json.loads(path.read_text())["problem"]
+    assert problem is None, problem
+
+
+@pytest.fixture(scope="module")
+def folder(launch):
+    """The runs of two processes beside one of a single process."""
+    folder, ended = launch
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    run(folder / "one", recipe(precision="fp64", save_every=5))
+    return folder
+
+
+def assert_same_run(found, expected):
+    lines, wanted = (read_lines(place / "metrics.jsonl") for place in (found, expected))
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted]
+    for line, other in zip(lines, wanted, strict=True):
+        names = (
+            ("loss", "lr", "gradient_norm") if line["kind"] == "train" else ("loss", "top1", "load_cv2", "weight_cv2")
+        )
+        assert ("fluctuation" in line) == ("fluctuation" in other)
+        for name in (*names, *({"fluctuation"} & line.keys())):
+            assert line[name] == pytest.approx(other[name], abs=TOLERANCE), (line["step"], name)
+    weights, others = (load_file(place / "model" / "model.safetensors") for place in (found, expected))
+    assert weights.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(
+            weights[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_one_process_trains_for_fifty_steps_with_everything_switched_on(folder):
+    lines = read_lines(folder / "one" / "metrics.jsonl")
+    assert sum(line["kind"] == "train" for line in lines) == 50
+    assert lines[-1]["loss"] < lines[25]["loss"]
+    offsets = [
+        t for n, t in load_file(folder / "one" / "model" / "model.safetensors").items() if n.endswith("offset_E")
+    ]
+    assert offsets
+    assert all(offset.any() for offset in offsets)
+
+
+def test_ddp_equals_one_process_although_a_rank_died_and_was_restarted(folder):
+    assert (folder / "died").exists()
+    assert_same_run(folder / "ddp", folder / "one")
+
+
+def test_fsdp_equals_one_process(folder):
+    assert_same_run(folder / "fsdp", folder / "one")
+
+
+def test_accumulation_over_two_processes_equals_one_batch(folder):
+    assert_same_run(folder / "parts", folder / "one")
+
+
+def test_a_run_of_two_sharded_processes_goes_on_in_one(folder):
+    assert not (folder / "moved" / "model").exists()
+    run(folder / "moved", recipe(precision="fp64", save_every=5))
+    assert_same_run(folder / "moved", folder / "one")
