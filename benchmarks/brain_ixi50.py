@@ -89,7 +89,7 @@ def run(study: Study, method: str, shuffle: int, seed: int, console: Console) ->
     if study.register != "none":
         options["preprocessing"] = Preprocessing(register=study.register)
     train(study.data, folder, method=method, cache=study.cache, console=console, **options)
-    evaluation = Evaluation.of(folder, cache=study.cache)
+    evaluation = Evaluation.read(folder, cache=study.cache)
     record = {
         "method": method,
         "shuffle": shuffle,

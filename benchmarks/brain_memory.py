@@ -20,8 +20,7 @@ from pathlib import Path
 import tyro
 
 from ermoe.brain.data.phantom import synthesize
-from ermoe.brain.learning import default_cache
-from ermoe.files import replacing
+from ermoe.files import cache_folder, replacing
 from ermoe.studies.bench.record import commit, machine, versions
 
 
@@ -36,7 +35,7 @@ class Study:
 
 def main() -> None:
     study = tyro.cli(Study)
-    cache = study.cache or default_cache()
+    cache = study.cache or cache_folder("brain")
     peak = {str(number): peak_megabytes(number, cache) for number in study.subjects}
     record = {
         "command": f"python benchmarks/brain_memory.py --subjects {' '.join(peak)}",

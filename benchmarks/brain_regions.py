@@ -24,16 +24,19 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.brain.batches import ScanSet, VolumeLoader
+from ermoe.brain.batches import ScanSet, every_scan
+from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.data.splits import holdout
-from ermoe.brain.learning import Place, default_cache, learn, learn_regions, phantom_scans
+from ermoe.brain.estimation import Lesson
+from ermoe.brain.learning import learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
 from ermoe.files import replacing
+from ermoe.plain import to_json
 from ermoe.studies.bench.record import commit, machine, versions
-from ermoe.train.compute import Processes
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines
 
 RESULTS = Path(__file__).parent / "results" / "brain_regions"
@@ -91,25 +94,25 @@ def run(study: Study, kind: str, variant: str, seed: int, console: Console) -> d
     console.rule(name)
     start = time.perf_counter()
     chosen = chosen_recipe(study, kind, seed)
-    place = Place(study.cache or default_cache(), Processes(), console)
-    scans = phantom_scans(chosen, place)
+    archive, compute = Archive.at(study.cache), Compute(console=console)
+    scans = phantom_scans(chosen, archive, compute)
     splits = holdout(scans, seed)
-    volumes = place.volumes(chosen)
+    volumes = archive.volumes(chosen.preprocessing)
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
-    train, probe = replace(train, variants=1), replace(test, regions=True)
+    train = replace(train, augmentation=chosen.augmentation, seed=seed, variants=1)
+    probe = replace(test, regions=True)
     head = chosen.age_head([])
-    network = begin(chosen, head, "random", place, train.ages())
+    network = begin(chosen, head, "random", archive, compute, train.ages())
     folder = study.runs / name
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
-        network = learn_regions(network, chosen, head, regions, study.runs / start_name / "warm-start", place)
-    probes = {"before": probe_regions(network, VolumeLoader(probe))}
+        lesson = Lesson(network, head, regions)
+        network = learn_regions(chosen, lesson, study.runs / start_name / "warm-start", compute)
+    probes = {"before": probe_regions(network, every_scan(probe))}
     rates = {"base_lr": study.base_lr, "layer_decay": study.layer_decay}
     gentle = replace(chosen, training=replace(chosen.training, **rates))
-    network = learn(
-        network, gentle, head, train, folder, place, watched=test, probe=probe, probe_epochs=(1, 5, study.epochs)
-    )
-    probes[f"after {study.epochs} epochs"] = probe_regions(network, VolumeLoader(probe))
+    network = learn(gentle, Lesson(network, head, train, watched=test, probe=probe), folder, compute)
+    probes[f"after {study.epochs} epochs"] = probe_regions(network, every_scan(probe))
     record = {
         "variant": variant,
         "input": kind,
@@ -125,7 +128,7 @@ def run(study: Study, kind: str, variant: str, seed: int, console: Console) -> d
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
-        "recipe": gentle.as_json(),
+        "recipe": to_json(gentle),
     }
     with replacing(path) as draft:
         draft.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=list) + "\n")

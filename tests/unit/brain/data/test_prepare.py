@@ -15,6 +15,7 @@ from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.preprocess import Preprocessing, isolate, prepare
 from ermoe.brain.data.scans import Scan, Segmentation
 from ermoe.errors import UserError
+from ermoe.plain import from_json, to_json
 from support.scans import CODES, head, save
 
 SMALL = Preprocessing(spacing_mm=4.0, shape=(40, 48, 40))
@@ -178,8 +179,8 @@ def test_nonsense_is_refused(options, message):
 
 
 def test_unknown_stored_options_are_refused():
-    with pytest.raises(UserError, match="unknown keys denoise"):
-        Preprocessing.from_dict(Preprocessing().to_dict() | {"denoise": True})
+    with pytest.raises(UserError, match="unknown settings denoise"):
+        from_json(Preprocessing, {**to_json(Preprocessing()), "denoise": True}, source="brain_age.json")
 
 
 @pytest.fixture(scope="module")
