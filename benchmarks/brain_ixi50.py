@@ -95,7 +95,7 @@ def figures_of_run(options: Options, method: str, shuffle: int, seed: int, conso
     if options.register != "none":
         changes["preprocessing"] = Preprocessing(register=options.register)
     train(options.data, folder, method=method, cache=options.cache, console=console, **changes)
-    evaluation = Evaluation.of(folder, cache=options.cache)
+    evaluation = Evaluation.read(folder, cache=options.cache)
     return {
         "people": evaluation.people,
         "level": [scan.columns.get(options.label) for scan in evaluation.scans],

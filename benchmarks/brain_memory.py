@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 from ermoe.brain.data.phantom import synthesize
-from ermoe.brain.learning import default_cache
+from ermoe.files import cache_folder
 from ermoe.studies.record import add_records, new_record
 
 
@@ -35,7 +35,7 @@ class Options:
 
 def main() -> None:
     options = tyro.cli(Options)
-    cache = options.cache or default_cache()
+    cache = options.cache or cache_folder("brain")
     peak = {str(number): peak_megabytes(number, cache) for number in options.subjects}
     record = new_record("bench", "brain_memory", settings={}, figures={"peak_megabytes": peak})
     add_records(options.out / "bench.jsonl", record)

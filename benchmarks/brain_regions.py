@@ -24,17 +24,20 @@ import torch
 import tyro
 from rich.console import Console
 
-from ermoe.brain.batches import ScanSet, VolumeLoader
+from ermoe.brain.batches import ScanSet, every_scan
+from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.data.splits import holdout
-from ermoe.brain.learning import Place, default_cache, learn, learn_regions, phantom_scans
+from ermoe.brain.estimation import Lesson
+from ermoe.brain.learning import learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
+from ermoe.plain import to_json
 from ermoe.studies.queue import Job, run_queue
 from ermoe.studies.record import Record
 from ermoe.studies.tables import Show, Table, one_row_a_name
-from ermoe.train.compute import Processes
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,30 +101,30 @@ def figures_of_run(options: Options, kind: str, variant: str, seed: int, console
     start_name = f"{kind}-{variant.replace(' ', '-')}-seed-{seed}"
     folder = options.runs / f"{start_name}-rate-{options.base_lr:g}-decay-{options.layer_decay:g}"
     chosen = chosen_recipe(options, kind, seed)
-    place = Place(options.cache or default_cache(), Processes(), console)
-    scans = phantom_scans(chosen, place)
+    archive, compute = Archive.at(options.cache), Compute(console=console)
+    scans = phantom_scans(chosen, archive, compute)
     splits = holdout(scans, seed)
-    volumes = place.volumes(chosen)
+    volumes = archive.volumes(chosen.preprocessing)
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
-    train, probe = replace(train, variants=1), replace(test, regions=True)
+    train = replace(train, augmentation=chosen.augmentation, seed=seed, variants=1)
+    probe = replace(test, regions=True)
     head = chosen.age_head([])
-    network = begin(chosen, head, "random", place, train.ages())
+    network = begin(chosen, head, "random", archive, compute, train.ages())
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
-        network = learn_regions(network, chosen, head, regions, options.runs / start_name / "warm-start", place)
-    probes = {"before": probe_regions(network, VolumeLoader(probe))}
+        lesson = Lesson(network, head, regions)
+        network = learn_regions(chosen, lesson, options.runs / start_name / "warm-start", compute)
+    probes = {"before": probe_regions(network, every_scan(probe))}
     rates = {"base_lr": options.base_lr, "layer_decay": options.layer_decay}
     gentle = replace(chosen, training=replace(chosen.training, **rates))
-    network = learn(
-        network, gentle, head, train, folder, place, watched=test, probe=probe, probe_epochs=(1, 5, options.epochs)
-    )
-    probes[f"after {options.epochs} epochs"] = probe_regions(network, VolumeLoader(probe))
+    network = learn(gentle, Lesson(network, head, train, watched=test, probe=probe), folder, compute)
+    probes[f"after {options.epochs} epochs"] = probe_regions(network, every_scan(probe))
     return {
         "people": {"train": len(train.scans), "held out": len(test.scans)},
         "probes": {when: found.as_json() for when, found in probes.items()},
         "own_first": {when: own_first(found, variant) for when, found in probes.items()},
         "held_out_mae": [line["test_mae"] for line in read_lines(folder / "metrics.jsonl") if "test_mae" in line],
-        "recipe": gentle.as_json(),
+        "recipe": to_json(gentle),
     }
 
 

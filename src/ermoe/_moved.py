@@ -12,6 +12,27 @@ from types import ModuleType
 
 # Old prefix -> new one; the longest that fits counts.
 _HOMES = {
+    **{
+        f"ermoe.brain.{part}": f"ermoe.brain.{home}"
+        for home, parts in {
+            "batches": ("variants",),
+            "data.bids": ("data.codes", "data.derivatives"),
+            "data.confounds": ("data.fingerprint",),
+            "data.mask": ("data.skull_strip", "data.weighting"),
+            "data.nifti": ("data.affines", "data.alignment"),
+            "data.phantom.anatomy": ("data.phantom.fields",),
+            "data.phantom.dataset": ("data.phantom.tables",),
+            "data.preprocess": ("data.grid", "data.intensity", "data.tissue"),
+            "data.scans": ("data.identity", "data.problems"),
+            "data.settings": ("data.options",),
+            "data.tables": ("data.demographics", "data.table"),
+            "inputs": ("contrast",),
+            "metrics": ("retest",),
+            "reporting.pictures": ("reporting.mosaic",),
+            "reporting.routing_sections": ("reporting.occlusion",),
+        }.items()
+        for part in parts
+    },
     "ermoe.analysis.basis_plots": "ermoe.explore.basis_plots",
     "ermoe.analysis.gallery": "ermoe.explore.gallery",
     "ermoe.analysis.inspection": "ermoe.explore.inspection",

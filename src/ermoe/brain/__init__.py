@@ -46,11 +46,12 @@ class Estimator:
         return list(predict(self.model, open_scans(scans, participants=participants).scans))
 
 
-def load(place: Paths) -> Estimator:
-    """The estimator in a run folder of `ermoe brain train`, or in its model folder."""
+def load(place: Paths, *, device: str = "cpu") -> Estimator:
+    """The estimator in a run folder of `ermoe brain train`, or in its model folder; ``device`` may be "auto"."""
     from ermoe.brain.model import BrainAgeModel
+    from ermoe.train.compute import device_named
 
-    return Estimator(BrainAgeModel.load(place))
+    return Estimator(BrainAgeModel.load(place, device_named(device)))
 
 
 def train(data: Paths, folder: Paths, **options: Any) -> Estimator:

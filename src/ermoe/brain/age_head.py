@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.errors import UserError
+from ermoe.plain import Json, from_json
 
 _LEAST_MASS = 1e-4  # of a bin, so that no age is impossible
 
@@ -50,6 +51,7 @@ class AgeBins:
     sigma: float = 1.0
     l1: float = 0.0
     temperature: float = 1.0
+    kind: Literal["bins"] = "bins"
 
     def __post_init__(self) -> None:
         if not (self.step > 0 and self.high > self.low):
@@ -132,10 +134,6 @@ class AgeBins:
         share_BQ = (level_BQ - below_BQ) / (above_BQ - below_BQ).clamp_min(1e-12)
         return (self.low + self.step * (upper_BQ - 1 + share_BQ)).float()
 
-    def as_json(self) -> dict[str, Any]:
-        """For `age_head`."""
-        return {"kind": "bins", **asdict(self)}
-
 
 @dataclass(frozen=True, slots=True)
 class AgeRegression:
@@ -147,6 +145,7 @@ class AgeRegression:
 
     mean: float
     scale: float
+    kind: Literal["regression"] = "regression"
 
     num_outputs = 1
 
@@ -166,23 +165,20 @@ class AgeRegression:
         """The output (1,) for the median age, the best guess without a scan."""
         return (age_N.median().unsqueeze(0) - self.mean) / self.scale
 
-    def as_json(self) -> dict[str, Any]:
-        """For `age_head`."""
-        return {"kind": "regression", **asdict(self)}
-
 
 AgeHead = AgeBins | AgeRegression
 
 
-def age_head(description: dict[str, Any]) -> AgeHead:
-    """The head that ``as_json`` described.
+def age_head(stored: Json, *, source: str) -> AgeHead:
+    """The head that `ermoe.plain.to_json` wrote.
 
-    >>> age_head(AgeBins(40, 80).as_json()) == AgeBins(40, 80)
+    >>> from ermoe.plain import to_json
+    >>> age_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
     True
     """
-    kinds: dict[str, type[AgeBins] | type[AgeRegression]] = {"bins": AgeBins, "regression": AgeRegression}
-    numbers = {name: value for name, value in description.items() if name != "kind"}
-    return kinds[description["kind"]](**numbers)
+    if stored["kind"] == "regression":
+        return from_json(AgeRegression, stored, source=source)
+    return from_json(AgeBins, stored, source=source)
 
 
 def fit_temperature(bins: AgeBins, output_BK: Tensor, age_B: Tensor) -> float:

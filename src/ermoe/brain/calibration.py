@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +25,8 @@ POOLED = "pooled"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """predicted = intercept + slope · age, as fitted on ``num_scans`` scans of ages ``low`` to ``high``.
+    """predicted = intercept + slope · age, as fitted on ``num_scans`` scans of ages ``lowest_age`` to
+    ``highest_age``.
 
     The paper's own figures: its test predictions had slope .887 and intercept 9.026, its calibration b = .9347 and
     a = 5.081.
@@ -38,8 +38,8 @@ class Line:
     intercept: float
     slope: float
     num_scans: int = 0
-    low: float = math.nan
-    high: float = math.nan
+    lowest_age: float = math.nan
+    highest_age: float = math.nan
 
     @classmethod
     def fit(cls, age_N: ArrayLike, predicted_N: ArrayLike) -> Line:
@@ -65,13 +65,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class AgeCalibration:
     """One pooled line and, where a sex has people enough, one for it."""
 
     lines: Mapping[str, Line]
 
     @classmethod
-    def fit(cls, age_N: ArrayLike, predicted_N: ArrayLike, sex_N: Sequence[str | None]) -> Calibration:
+    def fit(cls, age_N: ArrayLike, predicted_N: ArrayLike, sex_N: Sequence[str | None]) -> AgeCalibration:
         """On predictions of scans whose ages may be used: of held-out folds, or of a validation split."""
         age, predicted = np.asarray(age_N, dtype=np.float64), np.asarray(predicted_N, dtype=np.float64)
         lines = {POOLED: Line.fit(age, predicted)}
@@ -93,29 +93,6 @@ class Calibration:
         predicted = np.asarray(predicted_N, dtype=np.float64)
         chosen = [self.lines.get(sex or POOLED, self.lines[POOLED]) for sex in sex_N]
         return np.array([float(line.undo(value)) for line, value in zip(chosen, predicted, strict=True)])
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            name: {
-                "intercept": line.intercept,
-                "slope": line.slope,
-                "num_scans": line.num_scans,
-                "lowest_age": line.low,
-                "highest_age": line.high,
-            }
-            for name, line in self.lines.items()
-        }
-
-    @classmethod
-    def from_json(cls, lines: Mapping[str, Mapping[str, Any]]) -> Calibration:
-        """What `as_json` gave."""
-        return cls(
-            {
-                name: Line(line["intercept"], line["slope"], line["num_scans"], line["lowest_age"], line["highest_age"])
-                for name, line in lines.items()
-            }
-        )
 
 
 def age_residualised_gap(age_N: ArrayLike, predicted_N: ArrayLike) -> NDArray[np.float64]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ermoe.brain.data.settings import CohortOptions, Preprocessing
+from ermoe.console import say
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,60 +32,35 @@ class Doctor:
 
     scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="SCANS")]
     """A BIDS root, a table (TSV or CSV), folders, or NIfTI files."""
-    participant_label: tuple[str, ...] = ()
-    """Only these people."""
-    exclude: tuple[str, ...] = ()
-    """Not these people."""
-    sex_coding: tuple[str, ...] = ()
-    """What numbers in the column sex mean, for example 1=M 2=F."""
-    age_is_baseline: bool = False
-    """The age in participants.tsv is that of the first of several sessions."""
-    tissue_from: Literal["probseg", "dseg", "aseg", "none"] | None = None
-    """Where tissue maps come from; by default probability maps, else a dseg with its table."""
-    t1_rule: str = "first"
-    """Which of several T1w scans of a session: first, last, or a pattern for file names."""
+    cohort: CohortOptions = field(default_factory=CohortOptions)
     spacing_mm: float | None = None
     """Edge of the voxels of the grid that brains must fit in; 2 by default."""
     shape: tuple[int, int, int] | None = None
     """Its voxels towards right, front and top; 96 112 96 by default, or the same room in other voxels."""
 
     def __call__(self, console: Console) -> None:
-        from ermoe.brain.data.preprocess import Preprocessing
         from ermoe.brain.data.quality import examine
 
         cohort = self._cohort()
-        usual = Preprocessing().on_grid(self.spacing_mm, self.shape)
+        usual = Preprocessing().with_spacing(self.spacing_mm)
+        usual = usual if self.shape is None else replace(usual, shape=self.shape)
         with _progress(console, "looking at scans") as on_scan:
             examination = examine(cohort, usual, on_scan=on_scan)
-        show(console, cohort, examination)
+        _show(console, cohort, examination)
         if examination.errors:
             raise UserError(f"{_count(len(examination.errors), 'error')} (see above): mend the data before training")
 
     def _cohort(self) -> Cohort:
         from ermoe.brain.data.cohort import TABLES, open_cohort, open_scans
-        from ermoe.brain.data.demographics import sex_coding_from
 
         if not self.scans:
             raise UserError("no scans given: ermoe brain doctor SCANS…, a BIDS root, a table or NIfTI files")
         first = Path(self.scans[0])
         if len(self.scans) == 1 and (_is_bids(first) or first.suffix.casefold() in TABLES):
-            return open_cohort(
-                first,
-                sex_coding=sex_coding_from(self.sex_coding),
-                age_is_baseline=self.age_is_baseline,
-                tissue_from=self.tissue_from,
-                participants=self.participant_label or None,
-                exclude=self.exclude,
-                t1_rule=self.t1_rule,
-            )
-        if self.exclude or self.sex_coding or self.age_is_baseline:
+            return open_cohort(first, self.cohort)
+        if self.cohort.exclude or self.cohort.sex_coding or self.cohort.age_is_baseline:
             raise UserError("--exclude, --sex-coding and --age-is-baseline need one BIDS root or one table")
-        return open_scans(
-            self.scans,
-            participants=self.participant_label or None,
-            tissue_from=self.tissue_from,
-            t1_rule=self.t1_rule,
-        )
+        return open_scans(self.scans, self.cohort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +73,9 @@ class Synthesize:
     out: Annotated[Path, _Word, tyro.conf.arg(metavar="OUT")]
     """Folder of the new data set."""
     subjects: int = 200
+    """Number of people."""
     seed: int = 0
+    """Another seed makes other people."""
     confounded: bool = False
     """Old people are scanned at other sites than young ones."""
     sessions: tuple[int, ...] = (1,)
@@ -121,26 +100,26 @@ class Synthesize:
                 on_subject=on_subject,
             )
         written = f"written: {root}, {_count(self.subjects, 'synthetic subject')}"
-        console.print(written, highlight=False, soft_wrap=True)
+        say(console, written)
 
 
-def show(console: Console, cohort: Cohort, examination: Examination) -> None:
+def _show(console: Console, cohort: Cohort, examination: Examination) -> None:
     """What `doctor` says: the cohort in a few lines, problems one a line, and the confound table."""
-    for line in [*summary(cohort, examination), *cohort.notes]:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for line in [*_summary(cohort, examination), *cohort.notes]:
+        say(console, line)
     for title, problems in (("error", examination.errors), ("warning", examination.warnings)):
         for problem in problems:
-            console.print(f"{title}: {problem}", highlight=False, soft_wrap=True, markup=False)
+            say(console, f"{title}: {problem}")
     _show_confounds(console, examination)
     found = (
         _count(len(examination.errors), "error"),
         _count(len(examination.warnings), "warning"),
         _count(len(examination.confounded_by), "confound"),
     )
-    console.print(", ".join(found), highlight=False)
+    say(console, ", ".join(found))
 
 
-def summary(cohort: Cohort, examination: Examination) -> list[str]:
+def _summary(cohort: Cohort, examination: Examination) -> list[str]:
     """Who is there, and where the masks come from."""
     from collections import Counter
 
@@ -178,11 +157,10 @@ def _show_confounds(console: Console, examination: Examination) -> None:
     console.print(table)
     for confound in examination.confounds:
         if confound.predicts_age:
-            console.print(
+            say(
+                console,
                 f"warning: {confound.name} alone predicts age ({confound.mae:.1f} years instead of {mean:.1f}): a "
                 "model can learn it instead of the brain; judge among people who share it and quote this row with it",
-                highlight=False,
-                soft_wrap=True,
             )
 
 

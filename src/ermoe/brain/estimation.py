@@ -4,83 +4,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ermoe.brain.age_head import AgeHead
-from ermoe.brain.batches import ScanSet, VolumeBatch, VolumeLoader
-from ermoe.brain.data.augment import VolumeAugmentation
+from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
+from ermoe.brain.data.settings import reduction
 from ermoe.brain.metrics import figures
+from ermoe.brain.recipes import Recipe
 from ermoe.data.order import Order
-from ermoe.train.compute import Processes
-from ermoe.train.settings import Training
+from ermoe.plain import Json
+from ermoe.train.compute import Compute
+from ermoe.train.loader import Loader
 
-WATCHED = ("mae", "rmse", "r", "slope")
+_WATCHED = ("mae", "rmse", "r", "slope")
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One stage of a network's learning; see `ermoe.train.recipe.TrainingData`.
+
+    Args:
+        network: what learns: outputs (B, K) of volumes and masks, as many as ``head`` reads.
+        head: how outputs mean ages.
+        train: what is learnt from: whole scans, or isolated tissues.
+        validation: by which the best epoch is chosen; without it the last one is taken.
+        watched: held-out scans whose error is written down for the learning curve and decides nothing.
+        probe: held-out people with one tissue retained, to see which experts it chooses.
+    """
+
+    network: nn.Module
+    head: AgeHead
+    train: ScanSet
+    validation: ScanSet | None = None
+    watched: ScanSet | None = None
+    probe: ScanSet | None = None
+
+    def identity(self) -> Json:
+        """Which stage it is; whose scans they are, the run that it belongs to has written down."""
+        return {"stage": "region warm start" if self.train.regions else "whole scans"}
+
+    def beside(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
 class Estimation:
-    """Trains ``model`` to tell ages; see `ermoe.train.task.Task`.
-
-    Args:
-        model: outputs (B, K) of volumes and masks, as many as ``head`` reads.
-        head: how outputs mean ages.
-        train: what is learnt from.
-        validation: by which the best epoch is chosen; without it the last one is taken.
-        watched: held-out scans whose error is written down for the learning curve and decides nothing.
-        volumes_per_epoch: an epoch goes over a small training set as often as it takes to see so many.
-        drop_cubes: share of the cubes, of edge ``patch_size`` in the network's input, that are hidden in training.
-        input_noise: deviation of normal noise that is added to the network's input in training.
-        evaluate_every: epochs between evaluations; there is always one after the last.
-    """
+    """Trains the network of a lesson to tell ages; see `ermoe.train.task.Task`."""
 
     goal = "minus_validation_mae"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: AgeHead,
-        train: ScanSet,
-        settings: Training,
-        *,
-        validation: ScanSet | None = None,
-        watched: ScanSet | None = None,
-        augmentation: VolumeAugmentation | None = None,
-        volumes_per_epoch: int = 0,
-        drop_cubes: float = 0.0,
-        patch_size: int = 1,
-        input_noise: float = 0.0,
-        evaluate_every: int = 1,
-        group: Processes | None = None,
-        workers: int = 0,
-    ) -> None:
-        group = Processes() if group is None else group
-        self.model, self.head, self.settings = model, head, settings
-        self.drop_cubes, self.patch_size, self.input_noise = drop_cubes, patch_size, input_noise
-        self.evaluate_every = evaluate_every
+    def __init__(self, lesson: Lesson, recipe: Recipe, compute: Compute) -> None:
+        self.model, self.head, self.recipe = lesson.network, lesson.head, recipe
+        self.patch_size = recipe.patch_size // reduction(recipe.input)
         self._epoch = 0
-        passes = max(1, math.ceil(volumes_per_epoch / len(train)))
-        place: dict[str, Any] = {"workers": workers, "device": group.device}
-        self.loader = VolumeLoader(
-            train,
-            augmentation,
-            Order(passes * len(train), settings.batch_size, settings.seed),
-            seed=settings.seed,
-            num_parts=settings.accumulate,
-            rank=group.rank,
-            num_processes=group.num,
-            **place,
+        training, num_volumes = recipe.training, len(lesson.train)
+        passes = max(1, math.ceil(recipe.volumes_per_epoch / num_volumes))
+        self.loader = Loader(
+            lesson.train,
+            Order(passes * num_volumes, training.batch_size, training.seed),
+            num_parts=training.accumulate,
+            compute=compute,
         )
-        held_out = {"validation": validation, "test": watched}
+        held_out = {"validation": lesson.validation, "test": lesson.watched}
         self.held_out = {
-            name: VolumeLoader(volumes, **place) for name, volumes in held_out.items() if volumes is not None
+            name: every_scan(volumes, compute) for name, volumes in held_out.items() if volumes is not None
         }
 
     @property
     def steps_per_epoch(self) -> int:
-        assert self.loader.order is not None
-        return self.loader.order.steps_per_epoch
+        return self.loader.steps_per_epoch
 
     def batches(self, epoch: int, first_step: int) -> Iterator[list[VolumeBatch]]:
         self._epoch = epoch
@@ -89,26 +85,23 @@ class Estimation:
     def loss(self, network: nn.Module, batch: VolumeBatch) -> Tensor:
         """The head's loss; noise and hidden cubes are drawn from torch's generator, which the loop seeds every step."""
         volume, mask = batch.input_BCXYZ, batch.mask_BXYZ
-        if self.input_noise:
-            volume = volume + self.input_noise * torch.randn_like(volume) * mask.unsqueeze(1)
-        if self.drop_cubes:
-            shown = ~hidden_cubes(mask, self.patch_size, self.drop_cubes)
+        if self.recipe.input_noise:
+            volume = volume + self.recipe.input_noise * torch.randn_like(volume) * mask.unsqueeze(1)
+        if self.recipe.drop_cubes:
+            shown = ~hidden_cubes(mask, self.patch_size, self.recipe.drop_cubes)
             volume, mask = volume * shown.unsqueeze(1), mask & shown
         return self.head.loss(network(as_model(self.model, volume), mask).float(), batch.age_B)
 
     def evaluate(self) -> dict[str, float]:
         """Errors on the validation and the watched scans; every process goes over all of them."""
-        done = self._epoch + 1
-        if done % self.evaluate_every and done != self.settings.epochs:
-            return {}
-        found: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for name, loader in self.held_out.items():
             output_NK, age_N = outputs_of(self.model, loader)
             own = figures(age_N, self.head.age(output_NK))
-            found |= {f"{name}_{figure}": own[figure] for figure in WATCHED if not math.isnan(own[figure])}
-        if "validation_mae" in found:
-            found[self.goal] = -found["validation_mae"]
-        return found
+            errors |= {f"{name}_{figure}": own[figure] for figure in _WATCHED if not math.isnan(own[figure])}
+        if "validation_mae" in errors:
+            errors[self.goal] = -errors["validation_mae"]
+        return errors
 
     def settle(self) -> None:
         """Offsets stay those of training, whose augmentation leaves scans much as they are."""
@@ -132,7 +125,7 @@ def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, loader: VolumeLoader) -> tuple[Tensor, Tensor]:
+def outputs_of(model: nn.Module, loader: Loader[VolumeBatch]) -> tuple[Tensor, Tensor]:
     """Outputs (N, K) of all volumes of a loader and their ages (N,), on the CPU."""
     model.eval()
     outputs, ages = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ermoe.brain import simple
-from ermoe.brain.data.cache import VolumeCache
+from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
 from ermoe.brain.data.scans import Scan
+from ermoe.brain.data.settings import CohortOptions
 from ermoe.brain.data.splits import Splits
-from ermoe.brain.learning import default_cache
-from ermoe.brain.metrics import Figure, bootstrap, paired_difference
+from ermoe.brain.metrics import Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import HeldOut, Outputs, held_out
-from ermoe.brain.retest import Retest, retest
 from ermoe.errors import UserError
+from ermoe.files import read_json
+from ermoe.plain import Json, from_json
 
 Array = NDArray[np.float64]
-SMALLEST_LEVEL = 8
+_SMALLEST_LEVEL = 8
 """Scans below which a level of a label gets no column of its own."""
-TELLTALE = 0.9
+_TELLTALE = 0.9
 """A label that beats predict-the-mean by more than a tenth is called confounded with age."""
 
 
@@ -37,30 +38,37 @@ class Evaluation:
     """Everything a report needs of a run."""
 
     folder: Path
-    config: dict[str, Any]
+    config: Json
     model: BrainAgeModel
     outputs: Outputs
     cache: VolumeCache
     calibration_fit: str = "held-out"
 
     @classmethod
-    def of(
-        cls, run: str | os.PathLike[str], *, cache: Path | None = None, calibration_fit: str | None = None
+    def read(
+        cls,
+        run: str | os.PathLike[str],
+        *,
+        cache: str | os.PathLike[str] | None = None,
+        calibration_fit: str | None = None,
+        device: torch.device | str = "cpu",
     ) -> Evaluation:
         """Reads a run folder and reopens its data."""
         folder = Path(run)
         config = _config(folder)
         data = dict(config["data"])
-        scans = open_cohort(data.pop("path"), **data).with_age
+        path = data.pop("path")
+        options = from_json(CohortOptions, data, source=str(folder / "config.json"))
+        scans = open_cohort(path, options).with_age
         if state_of(scans) != config["scans_and_ages"]:
             raise UserError(
-                f"people, ages or images of {config['data']['path']} have changed since {folder} learnt from them "
+                f"people, ages or images of {path} have changed since {folder} learnt from them "
                 f"({config['scans_and_ages']} then, {state_of(scans)} now): restore them, or train again"
             )
-        model = BrainAgeModel.load(folder)
+        model = BrainAgeModel.load(folder, device)
         splits = Splits.load(folder / "splits.tsv", scans)
         outputs = Outputs.load(folder / "outputs.safetensors", scans, splits, model.head)
-        volumes = VolumeCache((cache or default_cache()) / "volumes", model.preprocessing)
+        volumes = Archive.at(cache).volumes(model.preprocessing)
         return cls(folder, config, model, outputs, volumes, calibration_fit or config["calibration_fit"])
 
     @property
@@ -110,7 +118,7 @@ class Evaluation:
         for name, label in simple.labels(self.outputs.scans).items():
             for level in sorted({value for value in map(label, self.scans) if value is not None}):
                 rows = np.array([label(scan) == level for scan in self.scans])
-                if rows.sum() >= SMALLEST_LEVEL:
+                if rows.sum() >= _SMALLEST_LEVEL:
                     found[f"{name} {level}"] = rows
         return found
 
@@ -136,7 +144,7 @@ class Evaluation:
             f"{name.removesuffix(' only')} alone predicts age with an error of {error[name]:.1f} years (predicting the "
             f"mean: {mean:.1f}): figures over all scans are confounded with it; read those within one level of it"
             for name in self.estimates
-            if name.endswith(" only") and error[name] < TELLTALE * mean
+            if name.endswith(" only") and error[name] < _TELLTALE * mean
         ]
 
     @cached_property
@@ -154,14 +162,11 @@ class Evaluation:
         return [function(scan) for scan in self.scans]
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> Json:
     path = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{folder} is no run folder: name one that `ermoe brain train` wrote") from None
-    except ValueError:
-        raise UserError(f"{path} is damaged: train again in another folder") from None
+    if not path.is_file():
+        raise UserError(f"{folder} is no run folder: name one that `ermoe brain train` wrote")
+    config: Json = read_json(path, "train again in another folder")
     if config.get("task") != "brain age":
         raise UserError(f"{folder} is a run of another task: name one that `ermoe brain train` wrote")
     return config

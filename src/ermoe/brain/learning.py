@@ -4,111 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from ermoe.brain.age_head import AgeHead
-from ermoe.brain.batches import ScanSet, VolumeLoader
-from ermoe.brain.contrast import VERSION, reduction
-from ermoe.brain.data.cache import VolumeCache
+from ermoe.brain.batches import ScanSet, every_scan
+from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.scans import Scan
+from ermoe.brain.estimation import Lesson
+from ermoe.brain.inputs import VERSION
 from ermoe.brain.recipes import Recipe
-from ermoe.brain.regions import ProbedEstimation, RegionWarmStart, point_prototypes
+from ermoe.brain.regions import point_prototypes
 from ermoe.errors import UserError
-from ermoe.files import cache_folder
 from ermoe.models.io import load
 from ermoe.models.weights.state import load_state
-from ermoe.train.compute import Processes
-from ermoe.train.loop import fit
+from ermoe.plain import to_json
+from ermoe.train.compute import Compute
+from ermoe.train.recipe import train
 from ermoe.train.run_folder import RunFolder
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where and with what a network learns: cache of volumes, processes, console."""
-
-    cache: Path
-    group: Processes
-    console: Console
-    workers: int = 0
-
-    def volumes(self, recipe: Recipe) -> VolumeCache:
-        """The cache of prepared volumes."""
-        return VolumeCache(self.cache / "volumes", recipe.preprocessing)
-
-
-def default_cache() -> Path:
-    """Prepared volumes and phantoms, unless another place is named."""
-    return cache_folder("brain")
-
-
-def learn_regions(
-    network: nn.Module, recipe: Recipe, head: AgeHead, regions: ScanSet, folder: Path, place: Place
-) -> nn.Module:
+def learn_regions(recipe: Recipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
     """Warm start: region experts learn from their isolated tissues, then ψ is set to the tissues' mean directions."""
-    settings = replace(recipe.training, epochs=recipe.warm_start_epochs, warmup_epochs=0.2 * recipe.warm_start_epochs)
-
-    def task() -> RegionWarmStart:
-        return RegionWarmStart(network, head, regions, settings, group=place.group, workers=place.workers)
-
-    network = _run(task, settings, folder, {"stage": "region warm start"}, place)
-    point_prototypes(network, VolumeLoader(regions, device=place.group.device))
+    network = learn(recipe.for_regions(), lesson, folder, compute)
+    point_prototypes(network, every_scan(lesson.train, compute))
     return network
 
 
-def learn(
-    network: nn.Module,
-    recipe: Recipe,
-    head: AgeHead,
-    train: ScanSet,
-    folder: Path,
-    place: Place,
-    *,
-    validation: ScanSet | None = None,
-    watched: ScanSet | None = None,
-    probe: ScanSet | None = None,
-    probe_epochs: tuple[int, ...] = (),
-) -> nn.Module:
-    """Whole scans; returns the best network by ``validation``, without it the last one."""
-
-    def task() -> ProbedEstimation:
-        return ProbedEstimation(
-            network,
-            head,
-            train,
-            recipe.training,
-            validation=validation,
-            watched=watched,
-            augmentation=recipe.augmentation,
-            volumes_per_epoch=recipe.volumes_per_epoch,
-            drop_cubes=recipe.drop_cubes,
-            patch_size=recipe.patch_size // reduction(recipe.input),
-            input_noise=recipe.input_noise,
-            evaluate_every=recipe.evaluate_every,
-            group=place.group,
-            workers=place.workers,
-            probe=probe,
-            probe_epochs=probe_epochs,
-        )
-
-    return _run(task, recipe.training, folder, {"stage": "whole scans"}, place, best=validation is not None)
-
-
-def _run(
-    task: Callable[[], Any], settings: Any, folder: Path, config: dict[str, Any], place: Place, *, best: bool = False
-) -> nn.Module:
-    run = RunFolder(folder)
-    if not run.final.is_dir():
-        fit(task(), settings, folder, config=config, group=place.group, console=place.console)
-    return load(run.best if best and run.best.is_dir() else run.final, device=place.group.device)
+def learn(recipe: Recipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
+    """The best network by the validation scans of a lesson, without them the last one."""
+    if not is_learnt(folder):
+        train(recipe, lesson, folder, compute=compute)
+    prefer = "final" if lesson.validation is None else "best"
+    return load(RunFolder(folder).model(prefer), device=compute.device)
 
 
 def is_learnt(folder: Path) -> bool:
@@ -116,55 +51,72 @@ def is_learnt(folder: Path) -> bool:
     return RunFolder(folder).final.is_dir()
 
 
-def phantom_scans(recipe: Recipe, place: Place) -> tuple[Scan, ...]:
+def phantom_scans(recipe: Recipe, archive: Archive, compute: Compute) -> tuple[Scan, ...]:
     """The synthetic cohort of a recipe, made the first time it is asked for."""
     phantoms, spacing_mm = recipe.phantoms, recipe.preprocessing.spacing_mm
     low, high = phantoms.ages
     name = f"n{phantoms.subjects}-seed{phantoms.seed}-{low:g}to{high:g}y-{spacing_mm:g}mm"
-    root = place.cache / "phantoms" / name
+    root = archive.folder / "phantoms" / name
 
     def show(done: int, total: int) -> None:
         if done % 20 == 0 or done == total:
-            place.console.print(f"phantoms: {done} of {total}", highlight=False)
+            compute.say(f"phantoms: {done} of {total}")
 
     synthesize(root, phantoms.subjects, phantoms.seed, ages=phantoms.ages, spacing_mm=spacing_mm, on_subject=show)
     return open_cohort(root).with_age
 
 
 @torch.no_grad()
-def answer_with_prior(network: Any, head: AgeHead, age_N: Tensor) -> None:
+def _answer_with_prior(network: Any, head: AgeHead, age_N: Tensor) -> None:
     """Sets the last bias to what is known without a scan, and the last weights to zero."""
     network.head.weight.zero_()
     network.head.bias.copy_(head.prior(age_N))
 
 
-def learn_phantoms(recipe: Recipe, head: AgeHead, place: Place) -> nn.Module:
-    """A network that has learnt the synthetic cohort, warm start included; kept in the cache for the next run."""
-    settings = replace(
-        recipe.training, epochs=recipe.phantoms.epochs, base_lr=recipe.phantoms.base_lr, warmup_epochs=1.0
+def learn_phantoms(recipe: Recipe, head: AgeHead, archive: Archive, compute: Compute) -> nn.Module:
+    """A network that has learnt the synthetic cohort, warm start included; kept in the archive for the next run."""
+    phantoms = recipe.phantoms
+    epochs = phantoms.epochs
+    training = replace(
+        recipe.training, epochs=epochs, evaluate_every=epochs, base_lr=phantoms.base_lr, warmup_epochs=1.0
     )
-    own = replace(recipe, training=settings, evaluate_every=recipe.phantoms.epochs)
-    folder = place.cache / "pretrained" / f"{recipe.method}-seed{settings.seed}-{_fingerprint(own, head)}"
+    own = replace(recipe, training=training)
+    folder = archive.folder / "pretrained" / f"{recipe.method}-seed{training.seed}-{_fingerprint(own, head)}"
     if is_learnt(folder):
-        return load(RunFolder(folder).final, device=place.group.device)
-    volumes, scans = place.volumes(recipe), phantom_scans(recipe, place)
-    place.console.print(f"learning {len(scans)} phantoms, kept in {folder}", highlight=False, soft_wrap=True)
-    whole = ScanSet(volumes, scans, recipe.input, variants=recipe.phantoms.variants if recipe.variants else 0)
-    network = start(own, head, "random", place, whole.ages())
+        return load(RunFolder(folder).final, device=compute.device)
+    scans = phantom_scans(recipe, archive, compute)
+    compute.say(f"learning {len(scans)} phantoms, kept in {folder}")
+    whole = ScanSet(
+        archive.volumes(recipe.preprocessing),
+        scans,
+        recipe.input,
+        augmentation=recipe.augmentation,
+        seed=training.seed,
+        variants=phantoms.variants if recipe.variants else 0,
+    )
+    network = start(own, head, "random", archive, compute, whole.ages())
     if recipe.has_experts and recipe.warm_start_epochs:
-        network = learn_regions(network, own, head, replace(whole, regions=True), folder / "warm-start", place)
+        regions = Lesson(network, head, replace(whole, regions=True))
+        network = learn_regions(own, regions, folder / "warm-start", compute)
         own = own.after_warm_start()
-    return learn(network, own, head, whole, folder, place)
+    return learn(own, Lesson(network, head, whole), folder, compute)
 
 
 def _fingerprint(recipe: Recipe, head: AgeHead) -> str:
-    parts = {"recipe": recipe.as_json(), "head": head.as_json(), "input": VERSION}
-    text = json.dumps(parts, sort_keys=True, default=list)
+    parts = {"recipe": to_json(recipe), "head": to_json(head), "input": VERSION}
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def start(
-    recipe: Recipe, head: AgeHead, init: str, place: Place, age_N: Tensor, *, strangers: Sequence[str] = ()
+    recipe: Recipe,
+    head: AgeHead,
+    init: str,
+    archive: Archive,
+    compute: Compute,
+    age_N: Tensor,
+    *,
+    strangers: Sequence[str] = (),
 ) -> nn.Module:
     """A network to begin with: "random", "phantom", or a fold of another model that has not learnt from ``strangers``.
 
@@ -173,10 +125,10 @@ def start(
     """
     if init == "random":
         network = recipe.build(head)
-        answer_with_prior(network, head, age_N)
+        _answer_with_prior(network, head, age_N)
         return network
     if init == "phantom":
-        return learn_phantoms(recipe, head, place)
+        return learn_phantoms(recipe, head, archive, compute)
     from ermoe.brain.model import BrainAgeModel
 
     other = BrainAgeModel.load(init)

@@ -6,7 +6,6 @@ A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,17 @@ from torch import Tensor, nn
 
 from ermoe._version import __version__
 from ermoe.brain.age_head import AgeBins, AgeHead, age_head
-from ermoe.brain.calibration import Calibration
-from ermoe.brain.data.identity import canonical_id
-from ermoe.brain.data.preprocess import Preprocessing
+from ermoe.brain.calibration import AgeCalibration, Line
+from ermoe.brain.data.scans import canonical_id
+from ermoe.brain.data.settings import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import read_json, write_json
 from ermoe.models.io import load, save
+from ermoe.plain import Json, from_json, to_json
+from ermoe.train.run_folder import RunFolder
 
-DESCRIPTION = "brain_age.json"
+_DESCRIPTION = "brain_age.json"
 _FORMAT = 3
 
 
@@ -56,8 +57,8 @@ class BrainAgeModel:
     parts: Mapping[str, tuple[str, ...]]
     age_range: tuple[float, float]
     mask_sources: tuple[str, ...]
-    calibration: Calibration | None
-    calibration_of_fold: Mapping[str, Calibration | None]
+    calibration: AgeCalibration | None
+    calibration_of_fold: Mapping[str, AgeCalibration | None]
     temperature: float
     facts: Mapping[str, Any]
 
@@ -126,60 +127,61 @@ class BrainAgeModel:
             "format": _FORMAT,
             "ermoe_version": __version__,
             "folds": list(self.networks),
-            "head": self.head.as_json(),
+            "head": to_json(self.head),
             "input": self.input,
-            "preprocessing": self.preprocessing.to_dict(),
+            "preprocessing": to_json(self.preprocessing),
             "patch_size": self.patch_size,
             "age_range": list(self.age_range),
             "mask_sources": list(self.mask_sources),
-            "calibration": None if self.calibration is None else self.calibration.as_json(),
-            "calibration_of_fold": {
-                fold: None if lines is None else lines.as_json() for fold, lines in self.calibration_of_fold.items()
-            },
+            "calibration": _stored(self.calibration),
+            "calibration_of_fold": {fold: _stored(own) for fold, own in self.calibration_of_fold.items()},
             "temperature": self.temperature,
             "facts": dict(self.facts),
             "parts": {person: list(parts) for person, parts in self.parts.items()},
         }
-        with replacing(folder / DESCRIPTION) as draft:
-            draft.write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(folder / _DESCRIPTION, description)
 
     @classmethod
-    def load(cls, place: str | os.PathLike[str]) -> BrainAgeModel:
+    def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
         folder = Path(place)
-        folder = folder if (folder / DESCRIPTION).is_file() else folder / "model"
+        folder = folder if (folder / _DESCRIPTION).is_file() else RunFolder(folder).final
         description = _read(folder, place)
+        source = str(folder / _DESCRIPTION)
         low, high = description["age_range"]
         return cls(
-            networks={name: load(folder / name).eval() for name in description["folds"]},
-            head=age_head(description["head"]),
+            networks={name: load(folder / name, device=device).eval() for name in description["folds"]},
+            head=age_head(description["head"], source=source),
             input=description["input"],
-            preprocessing=Preprocessing.from_dict(description["preprocessing"]),
+            preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
             patch_size=description["patch_size"],
             parts={person: tuple(parts) for person, parts in description["parts"].items()},
             age_range=(low, high),
             mask_sources=tuple(description["mask_sources"]),
-            calibration=_lines(description["calibration"]),
-            calibration_of_fold={fold: _lines(own) for fold, own in description["calibration_of_fold"].items()},
+            calibration=_calibration(description["calibration"], source),
+            calibration_of_fold={
+                fold: _calibration(own, source) for fold, own in description["calibration_of_fold"].items()
+            },
             temperature=description["temperature"],
             facts=description["facts"],
         )
 
 
-def _lines(stored: Mapping[str, Any] | None) -> Calibration | None:
-    return None if stored is None else Calibration.from_json(stored)
+def _stored(calibration: AgeCalibration | None) -> Json | None:
+    return None if calibration is None else to_json(calibration.lines)
 
 
-def _read(folder: Path, place: str | os.PathLike[str]) -> dict[str, Any]:
-    path = folder / DESCRIPTION
-    try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(
-            f"{place} holds no brain-age model: name a run of `ermoe brain train` that is finished"
-        ) from None
-    except ValueError:
-        raise UserError(f"{path} is damaged: train the model again, or copy it again") from None
+def _calibration(stored: Json | None, source: str) -> AgeCalibration | None:
+    if stored is None:
+        return None
+    return AgeCalibration({name: from_json(Line, line, source=source) for name, line in stored.items()})
+
+
+def _read(folder: Path, place: str | os.PathLike[str]) -> Json:
+    path = folder / _DESCRIPTION
+    if not path.is_file():
+        raise UserError(f"{place} holds no brain-age model: name a run of `ermoe brain train` that is finished")
+    description: Json = read_json(path, "train the model again, or copy it again")
     if description.get("format") != _FORMAT:
         raise UserError(f"{path} has format {description.get('format')}, this version reads {_FORMAT}: train it again")
     return description

@@ -6,20 +6,23 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from ermoe.brain.data.mask import looks_like_t1
 from ermoe.brain.data.preprocess import Volume, prepare
 from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.weighting import looks_like_t1
 from ermoe.brain.inputs import voxels, whole_input
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import LEVEL
+from ermoe.data.ahead import Request, prepared
 from ermoe.errors import UserError
 
 _log = logging.getLogger("ermoe")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +80,22 @@ COLUMNS = tuple(field.name for field in fields(Prediction))
 
 
 def predict(
-    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None
+    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None, workers: int = 0
 ) -> Iterator[Prediction]:
-    """A row for every scan, as it is ready. ``read`` prepares a scan; by default as the model's training did."""
-    prepared = read or (lambda scan: prepare(scan, model.preprocessing))
+    """A row for every scan, as it is ready.
+
+    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead.
+    """
+    reader = _Reader(scans, read or partial(prepare, preprocessing=model.preprocessing))
+    requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str] = set()
-    for scan in scans:
-        try:
-            volume = prepared(scan)
-            row = _judge(model, scan, volume)
-        except UserError as reason:
-            yield Prediction.failure(scan, str(reason))
+    for scan, volume in zip(scans, prepared(reader, requests, workers=workers), strict=True):
+        if isinstance(volume, str):
+            yield Prediction.failure(scan, volume)
             continue
-        except Exception as reason:  # whatever it is, the scans after this one are still to be judged
-            _log.debug("%s", scan.key, exc_info=True)
-            yield Prediction.failure(scan, f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})")
+        row = _attempt(scan, partial(_judge, model, scan, volume))
+        if isinstance(row, str):
+            yield Prediction.failure(scan, row)
             continue
         if row.unusual_mask and volume.mask_source not in warned:
             warned.add(volume.mask_source)
@@ -102,6 +106,29 @@ def predict(
                 known,
             )
         yield row
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Prepares one scan at a time, in this process or in another: its volume, or why there is none."""
+
+    scans: Sequence[Scan]
+    read: Callable[[Scan], Volume]
+
+    def __call__(self, request: Request) -> Volume | str:
+        scan = self.scans[int(request[1][0])]
+        return _attempt(scan, partial(self.read, scan))
+
+
+def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
+    """What comes of it, or why nothing does: whatever it is, the scans after this one are still to be judged."""
+    try:
+        return work()
+    except UserError as reason:
+        return str(reason)
+    except Exception as reason:
+        _log.debug("%s", scan.key, exc_info=True)
+        return f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})"
 
 
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:

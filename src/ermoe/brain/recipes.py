@@ -1,32 +1,34 @@
-"""Named recipes: sizes, methods and training, each preset a function that says what it is for."""
+"""Named recipes: sizes, methods and training, each preset a function that says what it is for.
+
+Nothing here imports torch, so that a command can show the values of a preset at once.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
-import torch
-from torch import nn
+import tyro
 
-from ermoe.brain.age_head import AgeBins, AgeHead, AgeRegression
-from ermoe.brain.contrast import num_channels, reduction
-from ermoe.brain.data.augment import VolumeAugmentation
-from ermoe.brain.data.preprocess import Preprocessing
-from ermoe.brain.rivals.sfcn import SFCN
-from ermoe.brain.rivals.swin3d import Swin3D
+from ermoe.brain.data.settings import InputKind, Preprocessing, VolumeAugmentation, num_channels, reduction
 from ermoe.errors import UserError
-from ermoe.models.scratch import FROM_SCRATCH, restart_ffns
-from ermoe.models.upcycle import upcycle
-from ermoe.models.vit3d import ViT3D
+from ermoe.models.scratch import FROM_SCRATCH
 from ermoe.train.settings import STEADY_BASES, Training
 
-NETWORKS = ("ermoe", "ermoe-context", "vit3d", "swin3d", "sfcn")
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ermoe.brain.age_head import AgeHead
+    from ermoe.brain.estimation import Estimation, Lesson
+    from ermoe.train.compute import Compute
+
+Method = Literal["ermoe", "ermoe-context", "vit3d", "swin3d", "sfcn"]
 """ERMoE-ba with the prototype score of Alg. 2 or the context score of Eq. 5, and what it is compared with."""
+NETWORKS: tuple[Method, ...] = get_args(Method)
 WITHOUT_CUBES = ("swin3d", "sfcn")
 """These need every voxel."""
-HEADS = ("bins", "bins-l1", "regression")
+HeadKind = Literal["bins", "bins-l1", "regression"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +48,58 @@ class Recipe:
     """Everything but the data.
 
     Args:
-        method: one of `NETWORKS`.
+        method: ermoe, prototype score (Alg. 2); ermoe-context, the context score of Eq. 5; the others are baselines.
         size: options of the transformer: embed_dim, depth, num_heads, mlp_ratio, patch_size, global_pool, ….
         sparsity: options of `ermoe.upcycle` for the methods with experts.
+        training: the numbers of the loop.
         rivals: options of SFCN and Swin3D, by method.
-        head: "bins" (soft labels), "bins-l1" (cross-entropy plus absolute error) or "regression".
-        sigma: width of soft labels in years; ``step`` is that of a bin.
-        l1: weight of the absolute error in years beside soft labels.
-        input: "t1", "contrast" or "blocks", see `ermoe.brain.contrast`; convolutions and Swin see "contrast"
-            where transformers see "blocks".
+        preprocessing: of scans.
+        augmentation: of volumes, None for none.
+        head: bins, soft labels; bins-l1, cross-entropy plus absolute error; regression, absolute error.
+        step: width of a bin in years.
+        sigma: width of soft labels in years.
+        l1: weight of the absolute error in years beside the loss of the bins.
+        input: what a network sees: normalised T1, tissue shares of voxels, or of blocks of voxels and the whole brain.
+            Convolutions and Swin see contrast where transformers see blocks.
         volumes_per_epoch: an epoch of a small cohort goes round until it has seen so many.
-        augmentation: of volumes, None for none; ``variants`` inputs of each scan are made once and kept, 0 makes them
-            anew every time.
-        drop_cubes, input_noise: of the network's input, drawn anew at every step.
-        warm_start_epochs: over isolated tissues, with forced routing; 0 for none.
-        rate_after_warm_start: of whole scans that follow a warm start, in units of the learning rate.
-        probe_epochs: after which, besides the last, isolated tissues show which experts they would choose.
+        variants: inputs of each scan that are made once and kept; 0 makes them anew every time.
+        drop_cubes: share of the network's input that is hidden, drawn anew at every step.
+        input_noise: deviation of noise that is added to the network's input, drawn anew at every step.
+        warm_start_epochs: epochs over isolated tissues with forced routing; 0 for none.
+        rate_after_warm_start: of the learning rate, for the whole scans that follow; 0.1 keeps region experts to their
+            tissues.
+        probe_epochs: after these epochs, and the last, isolated tissues show which experts they choose.
         phantoms: what ``init="phantom"`` learns from.
     """
 
-    method: str
-    size: dict[str, Any]
-    sparsity: dict[str, Any]
+    method: Method
+    size: Annotated[Mapping[str, Any], tyro.conf.Suppress]
+    sparsity: Annotated[Mapping[str, Any], tyro.conf.Suppress]
     training: Training
-    rivals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rivals: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
-    augmentation: VolumeAugmentation | None = field(default_factory=VolumeAugmentation)
-    head: str = "bins"
+    augmentation: Annotated[VolumeAugmentation | None, tyro.conf.Suppress, tyro.conf.Fixed] = field(
+        default_factory=VolumeAugmentation
+    )
+    head: HeadKind = "bins"
     step: float = 1.0
     sigma: float = 1.0
     l1: float = 0.0
-    input: str = "t1"
+    input: InputKind = "t1"
     volumes_per_epoch: int = 0
-    evaluate_every: int = 1
     variants: int = 0
     drop_cubes: float = 0.0
     input_noise: float = 0.0
     warm_start_epochs: int = 0
     rate_after_warm_start: float = 1.0
     probe_epochs: tuple[int, ...] = (1, 5)
-    phantoms: Phantoms = field(default_factory=Phantoms)
+    phantoms: Annotated[Phantoms, tyro.conf.Suppress, tyro.conf.Fixed] = field(default_factory=Phantoms)
 
     def __post_init__(self) -> None:
         if self.method not in NETWORKS:
             raise UserError(f"there is no method {self.method!r}: use one of {', '.join(NETWORKS)}")
-        if self.head not in HEADS:
-            raise UserError(f"there is no head {self.head!r}: use one of {', '.join(HEADS)}")
+        if self.head not in get_args(HeadKind):
+            raise UserError(f"there is no head {self.head!r}: use one of {', '.join(get_args(HeadKind))}")
         num_channels(self.input)
         if self.method in WITHOUT_CUBES and self.input == "blocks":
             raise UserError(f"{self.method} needs every voxel: use input 'contrast' or 't1'")
@@ -111,54 +119,41 @@ class Recipe:
         training = replace(self.training, base_lr=self.rate_after_warm_start * self.training.base_lr)
         return replace(self, training=training)
 
+    def for_regions(self) -> Recipe:
+        """For the warm start: isolated tissues, each once an epoch and as they are."""
+        epochs = self.warm_start_epochs
+        training = replace(self.training, epochs=epochs, warmup_epochs=0.2 * epochs)
+        return replace(self, training=training, volumes_per_epoch=0, drop_cubes=0.0, input_noise=0.0)
+
     def age_head(self, ages: Iterable[float]) -> AgeHead:
         """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
-        known = [*ages, *self.phantoms.ages]
-        if self.head == "regression":
-            return AgeRegression(mean=sum(known) / len(known), scale=max(1.0, (max(known) - min(known)) / 4))
-        low, high = 5 * math.floor((min(known) - 5) / 5), 5 * math.ceil((max(known) + 5) / 5)
-        if self.head == "bins-l1":
-            return AgeBins(low, high, self.step, labels="hard", l1=self.l1 or 0.1)
-        return AgeBins(low, high, self.step, sigma=self.sigma, l1=self.l1)
+        from ermoe.brain.build import age_head
+
+        return age_head(self, ages)
 
     def build(self, head: AgeHead) -> nn.Module:
         """The network before training; its weights are a function of the seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.training.seed)
-            network = self._network(head.num_outputs)
-        generator = torch.Generator().manual_seed(self.training.seed)
-        if self.method not in WITHOUT_CUBES:
-            restart_ffns(network, generator)
-        if not self.has_experts:
-            return network
-        score = "eigenbasis" if self.method == "ermoe-context" else "prototype"
-        return upcycle(network, init="same", inplace=True, generator=generator, score=score, **self.sparsity)
+        from ermoe.brain.build import build
 
-    def _network(self, num_outputs: int) -> nn.Module:
-        common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": num_channels(self.input)}
-        own = self.rivals.get(self.method, {})
-        if self.method == "sfcn":
-            return SFCN(**common, **own)
-        if self.method == "swin3d":
-            return Swin3D(**common, **own)
-        coarser = reduction(self.input)
-        volume_size = [math.ceil(edge / coarser) for edge in self.preprocessing.shape]
-        return ViT3D(volume_size, **common, **{**self.size, "patch_size": self.patch_size // coarser})
+        return build(self, head)
+
+    def task(self, data: Lesson, compute: Compute) -> Estimation:
+        """A lesson: isolated tissues for the region experts, or whole scans."""
+        from ermoe.brain.regions import ProbedEstimation, RegionWarmStart
+
+        kind = RegionWarmStart if data.train.regions else ProbedEstimation
+        return kind(data, self, compute)
 
     @property
     def patch_size(self) -> int:
         """Edge of a cube in voxels, also of what the occlusion map hides of networks without cubes."""
         return int(self.size["patch_size"])
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, for config.json."""
-        return {**asdict(self), "preprocessing": self.preprocessing.to_dict()}
-
 
 _EIGHT_EXPERTS: dict[str, Any] = {**FROM_SCRATCH, "num_experts": 8, "top_k": 2, "blocks": "every-2"}
 
 
-def small(method: str) -> Recipe:
+def small(method: Method) -> Recipe:
     """For two cores and a few dozen people: 252 cubes of 32 mm, width 64, depth 4, experts in blocks 1 and 3.
 
     Run: ``ermoe brain train BIDS``. Few and small steps, from the usual age: with so few people, a network that goes
@@ -178,14 +173,13 @@ def small(method: str) -> Recipe:
         },
         training=Training(
             epochs=16, batch_size=16, base_lr=1e-2, warmup_epochs=4.0, ema=0.95, clip=1.0, log_every=10,
-            **STEADY_BASES,
+            evaluate_every=4, **STEADY_BASES,
         ),
         head="bins",
         sigma=4.0,
         l1=1.0,
         input="contrast" if method in WITHOUT_CUBES else "blocks",
         volumes_per_epoch=64,
-        evaluate_every=4,
         augmentation=None,
         variants=1,
         drop_cubes=0.2,
@@ -195,7 +189,7 @@ def small(method: str) -> Recipe:
     )  # fmt: skip
 
 
-def paper(method: str) -> Recipe:
+def paper(method: Method) -> Recipe:
     """The paper's recipe: 16³ cubes, 8 experts of which 3 have a tissue, T = 0.5, no offsets, class token, 300 epochs.
 
     Run: ``ermoe brain train BIDS --preset paper`` with a GPU. The paper does not print the transformer's size; this is
@@ -212,7 +206,7 @@ def paper(method: str) -> Recipe:
     )
 
 
-def tiny(method: str) -> Recipe:
+def tiny(method: Method) -> Recipe:
     """For tests and the demonstration: 32³ voxels of 6 mm, 64 cubes of 8³, width 32; a run takes seconds."""
     return replace(
         small(method),
@@ -227,7 +221,6 @@ def tiny(method: str) -> Recipe:
         preprocessing=Preprocessing(spacing_mm=6.0, shape=(32, 40, 32)),
         training=Training(epochs=2, batch_size=4, base_lr=0.1, warmup_epochs=0.2, ema=0.9, log_every=5, **STEADY_BASES),
         volumes_per_epoch=16,
-        evaluate_every=1,
         augmentation=VolumeAugmentation(),
         variants=2,
         warm_start_epochs=1,
@@ -235,7 +228,7 @@ def tiny(method: str) -> Recipe:
     )  # fmt: skip
 
 
-PRESETS: dict[str, Callable[[str], Recipe]] = {"small": small, "paper": paper, "tiny": tiny}
+PRESETS: dict[str, Callable[[Method], Recipe]] = {"small": small, "paper": paper, "tiny": tiny}
 
 
 def recipe(preset: str, method: str = "ermoe", **changes: Any) -> Recipe:
@@ -246,7 +239,7 @@ def recipe(preset: str, method: str = "ermoe", **changes: Any) -> Recipe:
     """
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
-    chosen = PRESETS[preset](method)
+    chosen = PRESETS[preset](cast(Method, method))
     of_training = {name: value for name, value in changes.items() if name in Training.__slots__}
     of_recipe = {name: value for name, value in changes.items() if name not in of_training}
     return replace(chosen, training=replace(chosen.training, **of_training), **of_recipe)

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.batches import ScanSet, VolumeBatch, VolumeLoader
+from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
 from ermoe.brain.data.scans import TISSUES
-from ermoe.brain.estimation import Estimation, as_model
+from ermoe.brain.estimation import Estimation, Lesson, as_model
+from ermoe.brain.recipes import Recipe
 from ermoe.errors import UserError
 from ermoe.nn import EigenMoE, PrototypeScore, Routing, moe_layers
 from ermoe.nn.scores import cosine, project
+from ermoe.train.compute import Compute
+from ermoe.train.loader import Loader
 
 NUM_REGIONS = len(TISSUES)
 _SHARPNESS = 0.1
@@ -101,23 +104,23 @@ def _recognition_loss(
 class ProbedEstimation(Estimation):
     """`Estimation` that, after chosen epochs, also writes down which experts isolated tissues would choose."""
 
-    def __init__(self, *args: Any, probe: ScanSet | None = None, probe_epochs: tuple[int, ...] = (), **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self.probe_epochs = probe_epochs
-        self.probe_loader = None if probe is None else VolumeLoader(probe, device=self.loader.device)
+    def __init__(self, lesson: Lesson, recipe: Recipe, compute: Compute) -> None:
+        super().__init__(lesson, recipe, compute)
+        self.probe_loader = None if lesson.probe is None else every_scan(lesson.probe, compute)
+        self.judged_after = () if lesson.probe is None else (*recipe.probe_epochs, recipe.training.epochs)
 
     def evaluate(self) -> dict[str, float]:
         """Errors, and after chosen epochs ``probe/TISSUE/EXPERT``: mean plain scores at the last expert layer."""
-        found = super().evaluate()
-        if self.probe_loader is not None and self._epoch + 1 in self.probe_epochs:
+        figures = super().evaluate()
+        if self.probe_loader is not None and self._epoch + 1 in self.judged_after:
             score_RE = probe_regions(self.model, self.probe_loader).score_RE
             for tissue, score_E in zip(TISSUES, score_RE.tolist(), strict=True):
-                found |= {f"probe/{tissue}/{expert_name(expert)}": score for expert, score in enumerate(score_E)}
-        return found
+                figures |= {f"probe/{tissue}/{expert_name(expert)}": score for expert, score in enumerate(score_E)}
+        return figures
 
 
 @torch.no_grad()
-def point_prototypes(model: nn.Module, loader: VolumeLoader) -> None:
+def point_prototypes(model: nn.Module, loader: Loader[VolumeBatch]) -> None:
     """Sets ψ of every region expert to the mean direction of its tissue's tokens in its own basis.
 
     ψ_e ∝ Σ_T Uᵀx / ‖Uᵀx‖ over the tokens that contain tissue e, as they enter the layer while routing is forced. Layers
@@ -199,7 +202,7 @@ class RegionProbe:
 
 
 @torch.no_grad()
-def probe_regions(model: nn.Module, loader: VolumeLoader) -> RegionProbe:
+def probe_regions(model: nn.Module, loader: Loader[VolumeBatch]) -> RegionProbe:
     """Which experts isolated tissues of held-out people score highest: tokens that contain the tissue, no offsets."""
     layers = moe_layers(model)
     if not layers:
@@ -213,7 +216,7 @@ def probe_regions(model: nn.Module, loader: VolumeLoader) -> RegionProbe:
     try:
         for (batch,) in loader.epoch():
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
-            score_GSE, real_GS = token_scores(routings.pop(), len(batch.age_B))
+            score_GSE, real_GS = _token_scores(routings.pop(), len(batch.age_B))
             assert batch.region_B is not None
             for region in range(NUM_REGIONS):
                 wanted_GS = real_GS & (batch.region_B.cpu() == region).unsqueeze(1)
@@ -225,7 +228,7 @@ def probe_regions(model: nn.Module, loader: VolumeLoader) -> RegionProbe:
     return RegionProbe(total_RE / count_R.clamp_min(1).unsqueeze(1), (counts[0], counts[1], counts[2]))
 
 
-def token_scores(routing: Routing, num_groups: int) -> tuple[Tensor, Tensor]:
+def _token_scores(routing: Routing, num_groups: int) -> tuple[Tensor, Tensor]:
     """Scores (G, S − 1, E) of the cubes in float64 and which of them are real, the class token left out."""
     assert routing.score_TE is not None
     score_GSE = routing.score_TE.detach().double().cpu().view(num_groups, -1, routing.num_experts)
@@ -237,7 +240,9 @@ def token_scores(routing: Routing, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def tissue_score_correlation(model: nn.Module, volumes: ScanSet, *, patch_size: int, batch_size: int = 8) -> Tensor:
+def tissue_score_correlation(
+    model: nn.Module, volumes: ScanSet, compute: Compute | None = None, *, patch_size: int
+) -> Tensor:
     """Correlation (3, E) over the cubes of whole scans: share of a tissue in a cube with its score for an expert.
 
     ``volumes`` is a `ScanSet` of whole scans that have tissue maps; the last expert layer is read.
@@ -248,14 +253,11 @@ def tissue_score_correlation(model: nn.Module, volumes: ScanSet, *, patch_size: 
     model.eval()
     layer.observers.append(routings.append)
     try:
-        for index_B in torch.arange(len(volumes)).split(batch_size):
-            batch = volumes.batch(index_B.numpy())
+        for number, (batch,) in enumerate(every_scan(volumes, compute, batch_size=1).epoch()):
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
-            score_GSE, real_GS = token_scores(routings.pop(), len(index_B))
-            for number, index in enumerate(index_B.tolist()):
-                real_S = real_GS[number]
-                shares.append(_cube_shares(volumes, index, patch_size)[real_S])
-                scores.append(score_GSE[number][real_S])
+            (score_SE,), (real_S,) = _token_scores(routings.pop(), 1)
+            shares.append(_cube_shares(volumes, number, patch_size)[real_S])
+            scores.append(score_SE[real_S])
     finally:
         layer.observers.remove(routings.append)
     return _correlation(torch.cat(shares), torch.cat(scores))

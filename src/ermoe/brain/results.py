@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ermoe.brain.age_head import AgeBins, AgeHead, fit_temperature
-from ermoe.brain.calibration import Calibration
+from ermoe.brain.calibration import AgeCalibration
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.splits import Splits
 from ermoe.errors import UserError
@@ -63,7 +63,7 @@ class Outputs:
 
     def rows(self, fold: int, part: str) -> NDArray[np.int64]:
         """Positions of the scans that have this part in a fold."""
-        wanted = [n for n, scan in enumerate(self.scans) if self.splits.of(scan.participant_id, fold) == part]
+        wanted = [n for n, scan in enumerate(self.scans) if self.splits.part_of(scan.participant_id, fold) == part]
         return np.array(wanted, dtype=np.int64)
 
     def ages_of(self, rows: NDArray[np.int64]) -> Array:
@@ -154,14 +154,14 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
     )  # fmt: skip
 
 
-def fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> Calibration:
+def fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> AgeCalibration:
     """The lines that certain predictions give."""
     if not basis:
         raise UserError("calibration needs predictions of people it is not applied to: use several folds")
     age_N = np.concatenate([outputs.ages_of(rows) for _, rows in basis])
     raw_N = np.concatenate([outputs.predicted(fold, rows) for fold, rows in basis])
     sexes = [sex for _, rows in basis for sex in outputs.sexes(rows)]
-    return Calibration.fit(age_N, raw_N, sexes)
+    return AgeCalibration.fit(age_N, raw_N, sexes)
 
 
 def temperature(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> float:
@@ -173,8 +173,8 @@ def temperature(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]
     return fit_temperature(outputs.head, output_NK, age_N)
 
 
-def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[Calibration | None, float]:
-    """Calibration and τ for people who are yet to come: all that were held out correct them."""
+def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[AgeCalibration | None, float]:
+    """AgeCalibration and τ for people who are yet to come: all that were held out correct them."""
     if fit == "held-out" and not any(len(outputs.rows(fold, "validation")) for fold in outputs.tested()):
         basis = [(fold, outputs.rows(fold, "test")) for fold in outputs.tested()]
     else:
@@ -186,9 +186,9 @@ def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[Calibrat
     return calibration, temperature(outputs, basis)
 
 
-def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, Calibration | None]:
+def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, AgeCalibration | None]:
     """The calibration of each fold for the people it tests, fitted without their ages; None where it was refused."""
-    found: dict[str, Calibration | None] = {}
+    found: dict[str, AgeCalibration | None] = {}
     for fold, name in enumerate(outputs.splits.fold_names):
         try:
             found[name] = fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))

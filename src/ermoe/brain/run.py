@@ -15,39 +15,28 @@ import torch
 from rich.console import Console
 
 from ermoe.brain.age_head import AgeHead
-from ermoe.brain.batches import ScanSet, VolumeLoader
-from ermoe.brain.data.cache import VolumeCache
+from ermoe.brain.batches import ScanSet, every_scan
+from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import Cohort, open_cohort, state_of
-from ermoe.brain.data.preprocess import Preprocessing
-from ermoe.brain.data.problems import stop_at_errors
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.splits import Splits, holdout, k_folds, leave_site_out
-from ermoe.brain.estimation import outputs_of
-from ermoe.brain.learning import Place, default_cache, is_learnt, learn, learn_regions, start
+from ermoe.brain.data.scans import Scan, stop_at_errors
+from ermoe.brain.data.settings import CohortOptions, Preprocessing
+from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
+from ermoe.brain.estimation import Lesson, outputs_of
+from ermoe.brain.learning import is_learnt, learn, learn_regions, start
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_parts
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
-from ermoe.train.compute import Processes
+from ermoe.plain import Json, to_json
+from ermoe.train.compute import Compute
+from ermoe.train.recipe import means_among
 from ermoe.train.run_folder import RunFolder
 
-FEW = 200
+_FEW = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
-SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Which scans, and how their table is read; see `ermoe.brain.data.cohort.open_cohort`."""
-
-    path: str
-    options: Mapping[str, Any]
-
-    def open(self) -> Cohort:
-        """The cohort."""
-        return open_cohort(self.path, **self.options)
+_SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
 
 
 def train(
@@ -61,12 +50,11 @@ def train(
     folds: int = 5,
     fold_seed: int = 0,
     calibration_fit: str = "held-out",
-    cohort_options: Mapping[str, Any] | None = None,
+    cohort_options: CohortOptions | Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | None = None,
     check: bool = True,
-    group: Processes | None = None,
-    workers: int = 0,
-    console: Console | None = None,
+    compute: Compute | None = None,
+    resume: str = "auto",
     **changes: Any,
 ) -> BrainAgeModel:
     """Trains one network a fold, or goes on with the run there; returns the estimator.
@@ -80,114 +68,133 @@ def train(
         split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" is k-fold below 200 people, else holdout.
         folds, fold_seed: of k-fold; ``fold_seed`` also shuffles the others.
         calibration_fit: "held-out", or "train" as in the paper.
-        cohort_options: how the table is read; see `ermoe.brain.data.cohort.open_cohort`.
+        cohort_options: how the table is read.
         cache: folder for prepared volumes and phantoms.
         check: look at every scan first, and stop at errors.
+        compute: processes, device, workers and console; its fields may also be given one by one.
+        resume: "auto" goes on if there is a run in the folder, "must" insists on one, "never" refuses one.
         changes: fields of the recipe or of its training that are to differ.
     """
-    folder = Path(folder)
+    means, changes = means_among(changes)
+    compute = _speaking(means if compute is None else compute)
     chosen = recipe(preset, method, **changes) if isinstance(preset, str) else preset
-    source = Data(os.path.abspath(data), dict(cohort_options or {}))
-    place = Place(
-        Path(cache) if cache is not None else default_cache(),
-        Processes() if group is None else group,
-        Console(stderr=True) if console is None else console,
-        workers,
-    )
-    scans = _trainable(source.open(), place.console, chosen.preprocessing if check else None)
+    path, run, archive = os.path.abspath(data), RunFolder(Path(folder)), Archive.at(cache)
+    options = cohort_options if isinstance(cohort_options, CohortOptions) else CohortOptions(**(cohort_options or {}))
+    scans = _trainable(open_cohort(path, options), compute, chosen.preprocessing if check else None)
     config = {
         "task": "brain age",
-        "data": {"path": source.path, **source.options},
+        "data": {"path": path, **_unusual(options)},
         "scans_and_ages": state_of(scans),
         "init": init,
         "split": {"kind": split, "folds": folds, "seed": fold_seed},
         "calibration_fit": calibration_fit,
-        "recipe": chosen.as_json(),
+        "recipe": to_json(chosen),
     }
-    RunFolder(folder).open(config, "auto", place.group)
-    splits = _splits(folder / "splits.tsv", scans, split, folds, fold_seed)
+    _check_resume(run, resume)
+    run.open(config, "auto", compute.group)
+    splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
     head = chosen.age_head([scan.age for scan in scans if scan.age is not None])
-    mask_sources, has_tissue = _prepare(place.volumes(chosen), scans, place.console)
+    volumes = archive.volumes(chosen.preprocessing)
+    mask_sources = _prepare(volumes, scans, compute)
     networks, outputs = {}, []
     for fold, name in enumerate(splits.fold_names):
-        where = folder / "folds" / name
-        networks[name] = learn_fold(chosen, head, scans, splits, fold, where, place, init, has_tissue=has_tissue)
-        everybody = VolumeLoader(ScanSet(place.volumes(chosen), scans, chosen.input), device=place.group.device)
-        outputs.append(outputs_of(networks[name], everybody)[0])
+        own = Fold(chosen, head, volumes, scans, splits, fold, init)
+        networks[name] = learn_fold(own, run.folder / "folds" / name, archive, compute)
+        everybody = ScanSet(volumes, scans, chosen.input)
+        outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
     results = Outputs(scans, splits, head, torch.stack(outputs))
-    model = _model(networks, results, chosen, mask_sources, calibration_fit, source, init)
-    if place.group.is_main:
-        results.save(folder / "outputs.safetensors")
-        model.save(folder / "model")
+    model = _model(networks, results, chosen, mask_sources, calibration_fit, Path(path).name, init)
+    if compute.group.is_main:
+        results.save(run.folder / "outputs.safetensors")
+        model.save(run.final)
     return model
 
 
-def learn_fold(
-    chosen: Recipe,
-    head: AgeHead,
-    scans: Sequence[Scan],
-    splits: Splits,
-    fold: int,
-    folder: Path,
-    place: Place,
-    init: str,
-    *,
-    has_tissue: bool,
-) -> torch.nn.Module:
+def _speaking(compute: Compute) -> Compute:
+    """With a console: what is wrong with the data should be read, also by those who call from Python."""
+    return compute if compute.console is not None else replace(compute, console=Console(stderr=True))
+
+
+def _unusual(options: CohortOptions) -> Json:
+    """The options that are not as they usually are, for config.json."""
+    usual = to_json(CohortOptions())
+    return {name: value for name, value in to_json(options).items() if value != usual[name]}
+
+
+def _check_resume(run: RunFolder, resume: str) -> None:
+    if resume == "must" and not run.config.is_file():
+        raise UserError(f"{run.folder} has no run to go on with: leave out --resume must to start there")
+    if resume == "never" and run.config.is_file():
+        raise UserError(f"{run.folder} holds a run already: choose another folder, or --resume auto to go on with it")
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Who learns what in one fold: the recipe, the head, and the people by their parts."""
+
+    recipe: Recipe
+    head: AgeHead
+    volumes: VolumeCache
+    scans: Sequence[Scan]
+    splits: Splits
+    number: int
+    init: str
+
+    def part(self, name: Part, *, regions: bool = False) -> ScanSet | None:
+        """The scans of a part, as they are; None if there are none."""
+        selected = self.splits.select(self.scans, self.number, name)
+        return ScanSet(self.volumes, selected, self.recipe.input, regions=regions) if selected else None
+
+    def training(self) -> ScanSet:
+        """The training scans, augmented as the recipe asks."""
+        plain = self.part("train")
+        if plain is None:
+            raise UserError(f"{self.splits.fold_names[self.number]} has nobody to train on: use fewer folds")
+        recipe = self.recipe
+        return replace(plain, augmentation=recipe.augmentation, seed=recipe.training.seed, variants=recipe.variants)
+
+    @property
+    def has_tissue(self) -> bool:
+        """Whether every scan has tissue maps."""
+        return all(scan.tissue is not None for scan in self.scans)
+
+
+def learn_fold(fold: Fold, folder: Path, archive: Archive, compute: Compute) -> torch.nn.Module:
     """The network of one fold, from its training people alone."""
-    volumes = place.volumes(chosen)
-
-    def part(name: str, **options: Any) -> ScanSet | None:
-        selected = splits.select(scans, fold, name)  # type: ignore[arg-type]
-        return ScanSet(volumes, selected, chosen.input, **options) if selected else None
-
-    training = part("train", variants=chosen.variants)
-    if training is None:
-        raise UserError(f"{splits.fold_names[fold]} has nobody to train on: use fewer folds")
+    chosen, head, training = fold.recipe, fold.head, fold.training()
     if is_learnt(folder):
         network = chosen.build(head)
     else:
-        network = start(chosen, head, init, place, training.ages(), strangers=_held_out_people(scans, splits, fold))
-    warm = chosen.has_experts and chosen.warm_start_epochs and init == "random"
-    if warm and has_tissue and not is_learnt(folder):
-        regions = replace(training, regions=True)
-        network = learn_regions(network, chosen, head, regions, folder / "warm-start", place)
-    elif warm and not has_tissue and fold == 0:
-        place.console.print(
-            "not every scan has tissue maps: region experts start without a warm start", highlight=False
-        )
-    probe = part("test", regions=True) if chosen.has_experts and has_tissue else None
-    return learn(
-        network,
-        chosen.after_warm_start() if warm and has_tissue else chosen,
-        head,
-        training,
-        folder,
-        place,
-        validation=part("validation"),
-        watched=part("test"),
-        probe=probe,
-        probe_epochs=(*chosen.probe_epochs, chosen.training.epochs),
-    )
+        strangers = _held_out_people(fold.scans, fold.splits, fold.number)
+        network = start(chosen, head, fold.init, archive, compute, training.ages(), strangers=strangers)
+    is_warm = bool(chosen.has_experts and chosen.warm_start_epochs and fold.init == "random")
+    if is_warm and fold.has_tissue and not is_learnt(folder):
+        regions = Lesson(network, head, replace(training, regions=True))
+        network = learn_regions(chosen, regions, folder / "warm-start", compute)
+    elif is_warm and not fold.has_tissue and fold.number == 0:
+        compute.say("not every scan has tissue maps: region experts start without a warm start")
+    probe = fold.part("test", regions=True) if chosen.has_experts and fold.has_tissue else None
+    lesson = Lesson(network, head, training, fold.part("validation"), fold.part("test"), probe)
+    return learn(chosen.after_warm_start() if is_warm and fold.has_tissue else chosen, lesson, folder, compute)
 
 
 def _held_out_people(scans: Sequence[Scan], splits: Splits, fold: int) -> list[str]:
     """Whom the network of a fold must not know: those it is tested on, and those that choose its epoch."""
-    chosen = [scan for part in ("test", "validation") for scan in splits.select(scans, fold, part)]  # type: ignore[arg-type]
-    return list(dict.fromkeys(scan.participant_id for scan in chosen))
+    strangers = [*splits.select(scans, fold, "test"), *splits.select(scans, fold, "validation")]
+    return list(dict.fromkeys(scan.participant_id for scan in strangers))
 
 
-def _trainable(cohort: Cohort, console: Console, check_for: Preprocessing | None) -> list[Scan]:
+def _trainable(cohort: Cohort, compute: Compute, check_for: Preprocessing | None) -> list[Scan]:
     """The scans with an age, after everything worth saying has been said and errors have stopped the run."""
     for note in cohort.notes:
-        console.print(note, highlight=False, soft_wrap=True, markup=False)
+        compute.say(note)
     problems = cohort.problems if check_for is None else examine(cohort, check_for).problems
     stop_at_errors(problems)
     for problem in problems:
-        console.print(f"warning: {problem}", highlight=False, soft_wrap=True, markup=False)
+        compute.say(f"warning: {problem}")
     scans = list(cohort.with_age)
     if left_out := len(cohort.scans) - len(scans):
-        console.print(f"{left_out} scans have no age and are left out", highlight=False)
+        compute.say(f"{left_out} scans have no age and are left out")
     if len({scan.participant_id for scan in scans}) < 4:
         raise UserError(f"{len(scans)} scans with an age: training needs at least four people")
     return scans
@@ -197,12 +204,12 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     """Those of the run if it has begun, checked against the scans; else new ones, written down."""
     if path.is_file():
         return Splits.load(path, scans)
-    if kind not in SPLITS:
-        raise UserError(f"split={kind!r}: use one of {', '.join(SPLITS)}")
+    if kind not in _SPLITS:
+        raise UserError(f"split={kind!r}: use one of {', '.join(_SPLITS)}")
     people = len({scan.participant_id for scan in scans})
     if kind == "leave-site-out":
         splits = leave_site_out(scans, seed=seed)
-    elif kind == "holdout" or (kind == "auto" and people >= FEW):
+    elif kind == "holdout" or (kind == "auto" and people >= _FEW):
         splits = holdout(scans, seed)
     else:
         splits = k_folds(scans, folds, seed)
@@ -211,16 +218,15 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     return splits
 
 
-def _prepare(volumes: VolumeCache, scans: Sequence[Scan], console: Console) -> tuple[tuple[str, ...], bool]:
-    """Fills the cache; returns where masks came from and whether every scan has tissue maps."""
+def _prepare(volumes: VolumeCache, scans: Sequence[Scan], compute: Compute) -> tuple[str, ...]:
+    """Fills the cache; returns where masks came from."""
 
     def show(done: int, total: int) -> None:
         if done % 25 == 0 or done == total:
-            console.print(f"prepared {done} of {total} scans", highlight=False)
+            compute.say(f"prepared {done} of {total} scans")
 
     stop_at_errors(volumes.fill(scans, on_scan=show))
-    sources = {volumes.volume(scan).mask_source for scan in scans}
-    return tuple(sorted(sources)), all(scan.tissue is not None for scan in scans)
+    return tuple(sorted({volumes.volume(scan).mask_source for scan in scans}))
 
 
 def _model(
@@ -229,7 +235,7 @@ def _model(
     chosen: Recipe,
     mask_sources: tuple[str, ...],
     calibration_fit: str,
-    source: Data,
+    data: str,
     init: str,
 ) -> BrainAgeModel:
     calibration, tau = for_new_people(results, fit=calibration_fit)
@@ -237,7 +243,7 @@ def _model(
     ages = [scan.age for scan in results.scans if scan.age is not None]
     facts = {
         "method": chosen.method,
-        "data": Path(source.path).name,
+        "data": data,
         "num_people": len({scan.participant_id for scan in results.scans}),
         "num_scans": len(results.scans),
         "split": results.splits.kind,

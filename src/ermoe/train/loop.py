@@ -105,13 +105,18 @@ def fit(
             if settings.retract:
                 retract(task.model)
             with trainer.as_kept() as settled_on:
-                is_judged = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
-                figures = trainer.evaluate() if is_judged else {}
+                figures = trainer.evaluate() if _is_judged(task, settings, epoch + 1) else {}
                 log.write((epoch + 1) * steps_per_epoch, "test", figures, settled_on)
                 where = _Position(epoch + 1, 0, max(where.best, figures.get(task.goal, -math.inf)), figures)
                 trainer.keep_models(run, epoch + 1, is_best=figures.get(task.goal) == where.best)
             trainer.save(run, where)
     return figures
+
+
+def _is_judged(task: Task, settings: Training, epoch: int) -> bool:
+    """After every so many epochs, after the last, and after those that a task asks for besides as ``judged_after``."""
+    asked_for = (settings.epochs, *getattr(task, "judged_after", ()))
+    return epoch % settings.evaluate_every == 0 or epoch in asked_for
 
 
 def _is_due(every: int, step: int) -> bool:

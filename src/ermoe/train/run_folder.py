@@ -123,8 +123,13 @@ def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | 
 def _completed(earlier: Json, config: Json) -> Json:
     """What an earlier version wrote, with the settings that it did not know yet."""
     known = {name: value for name, value in _BEFORE_IT_WAS_A_SETTING.items() if name in config} | earlier
+    if known.keys() == {"stage", "training"}:  # a fold of a brain-age run, whose own config.json has the rest
+        known = config | known
+    every = known.pop("evaluate_every", None) if "training" in known else None  # where brain-age recipes had it
+    every = (config.get("training") or {}).get("evaluate_every", 1) if every is None and "stage" in known else every
+    asked = _TRAINING | ({} if every is None else {"evaluate_every": every})
     return {
-        name: _completed(_TRAINING | value if name == "training" else value, config.get(name) or {})
+        name: _completed(asked | value if name == "training" else value, config.get(name) or {})
         if isinstance(value, dict)
         else value
         for name, value in known.items()

@@ -9,9 +9,8 @@ pytest.importorskip("nibabel")
 pytest.importorskip("nilearn")
 pytest.importorskip("dipy")
 
-from ermoe.brain.data.grid import sample
 from ermoe.brain.data.nifti import Image
-from ermoe.brain.data.preprocess import Preprocessing, prepare
+from ermoe.brain.data.preprocess import Preprocessing, prepare, sample
 from ermoe.brain.data.register import _template, mni_grid
 from ermoe.brain.data.scans import Scan
 from support.scans import save

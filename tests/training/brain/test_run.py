@@ -14,14 +14,16 @@ import torch
 from rich.console import Console
 
 import ermoe
-from ermoe.brain.calibration import Calibration, Line
+from ermoe.brain.calibration import AgeCalibration, Line
 from ermoe.brain.commands import Train
+from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
-from ermoe.brain.data.preprocess import Preprocessing, prepare
+from ermoe.brain.data.preprocess import prepare
+from ermoe.brain.data.settings import Preprocessing, VolumeAugmentation
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.learning import Place, learn_phantoms
+from ermoe.brain.learning import learn_phantoms
 from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.predict import Prediction, predict
 from ermoe.brain.recipes import NETWORKS, recipe
@@ -29,8 +31,9 @@ from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
 from ermoe.cli.main import main
+from ermoe.console import parse_command
 from ermoe.errors import UserError
-from ermoe.train.compute import Processes
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines
 from support.bids import bids_errors
 
@@ -55,7 +58,7 @@ def test_everybody_is_tested_once_by_a_network_that_never_saw_them(finished, coh
     splits = Splits.load(finished / "splits.tsv", scans)
     assert splits.num_folds == 3
     assert all(sorted(parts) == ["test", "train", "train"] for parts in splits.parts.values())
-    evaluation = Evaluation.of(finished, cache=finished.parent / "none")
+    evaluation = Evaluation.read(finished, cache=finished.parent / "none")
     assert len(evaluation.scans) == 12
     assert np.isfinite(evaluation.held_out.raw_N).all()
 
@@ -109,7 +112,7 @@ def test_a_crash_is_a_row_too(finished, cohort_root):
 def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):
     scan = open_cohort(cohort_root).scans[3]
     (row,) = ermoe.brain.load(finished).predict_all([cohort_root], participants=[scan.participant_id])
-    evaluation = Evaluation.of(finished)
+    evaluation = Evaluation.read(finished)
     expected = evaluation.held_out.raw_N[[s.key for s in evaluation.scans].index(scan.key)]
     assert isinstance(row, Prediction)
     assert row.brain_age == pytest.approx(expected, abs=1e-2)
@@ -119,8 +122,8 @@ def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):
 
 def test_a_known_person_is_corrected_by_lines_that_never_saw_their_age(finished, cohort_root, tmp_path):
     model = BrainAgeModel.load(finished)
-    shifted = {fold: Calibration({"pooled": Line(float(n), 1.0)}) for n, fold in enumerate(model.networks)}
-    lines = {"calibration": Calibration({"pooled": Line(100.0, 1.0)}), "calibration_of_fold": shifted}
+    shifted = {fold: AgeCalibration({"pooled": Line(float(n), 1.0)}) for n, fold in enumerate(model.networks)}
+    lines = {"calibration": AgeCalibration({"pooled": Line(100.0, 1.0)}), "calibration_of_fold": shifted}
     model = dataclasses.replace(model, **lines)
     scan = open_cohort(cohort_root).scans[3]
     (known,) = predict(model, [scan])
@@ -203,7 +206,7 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
 
 
 def test_simple_estimates_stand_beside_the_network(finished, cache):
-    evaluation = Evaluation.of(finished, cache=cache)
+    evaluation = Evaluation.read(finished, cache=cache)
     assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
     assert all(np.isfinite(values).all() for values in evaluation.estimates.values())
     assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
@@ -218,17 +221,31 @@ def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_
     assert math.isfinite(model.facts["raw"]["mae"])
 
 
+def typed(options):
+    """The recipe of a command line."""
+    return parse_command(Train, ["data", *options.split()], prog="ermoe brain train").chosen()
+
+
 def test_the_grid_is_a_matter_of_options():
-    command = Train("data", spacing_mm=3.0, patch_size=8, normalisation="mean", probe_epochs=(2, 4))
-    chosen = command._adapted(recipe("small", "ermoe", **command._changes()))
+    chosen = typed("--spacing-mm 3 --patch-size 8 --normalisation mean --probe-epochs 2 4")
     assert chosen.preprocessing == Preprocessing(3.0, (64, 80, 64), "mean")  # 192 × 224 × 192 mm in whole cubes
     assert chosen.probe_epochs == (2, 4)
     assert chosen.build(chosen.age_head([50.0])).pos_embed.shape[1:4] == (8, 10, 8)
-    usual = Train("data")
-    assert usual._adapted(recipe("small", "ermoe", **usual._changes())) == recipe("small", "ermoe")
+    assert typed("") == recipe("small", "ermoe")
+    assert typed("--preset tiny --method sfcn") == recipe("tiny", "sfcn")
+    assert typed("--spacing-mm 3 --shape 96 112 96").preprocessing.shape == (96, 112, 96)
     for wrong in (6, 0, -8):
         with pytest.raises(UserError, match="blocks of 4 voxels must fill a cube"):
-            Train("data", patch_size=wrong)._adapted(recipe("small", "ermoe"))
+            typed(f"--patch-size {wrong}")
+
+
+def test_volumes_are_augmented_if_asked_for():
+    assert typed("").augmentation is None
+    asked = typed("--augment True --flip")
+    assert (asked.augmentation, asked.variants) == (VolumeAugmentation(flip=True), 8)
+    assert typed("--preset paper --augment False").augmentation is None
+    with pytest.raises(UserError, match="add --augment True"):
+        typed("--flip")
 
 
 def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path):
@@ -246,7 +263,7 @@ def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
         cohort_root, tmp_path, preset="tiny", head=head, split=split, cache=cache, console=QUIET, check=False,
         epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train",
     )  # fmt: skip
-    evaluation = Evaluation.of(tmp_path, cache=cache)
+    evaluation = Evaluation.read(tmp_path, cache=cache)
     assert np.isfinite(held_out(evaluation.outputs).raw_N).all()
     assert (model.intervals(torch.zeros(1, 1, model.head.num_outputs)) is None) == (head == "regression")
     if split == "holdout":
@@ -256,10 +273,10 @@ def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
 def test_what_phantoms_taught_is_kept(cache):
     chosen = recipe("tiny", "ermoe")
     head = chosen.age_head([40.0, 80.0])
-    place = Place(cache, Processes(), QUIET)
-    first = learn_phantoms(chosen, head, place)
+    place = (Archive(cache), Compute(console=QUIET))
+    first = learn_phantoms(chosen, head, *place)
     made = sorted((cache / "pretrained").iterdir())
-    second = learn_phantoms(chosen, head, place)
+    second = learn_phantoms(chosen, head, *place)
     assert sorted((cache / "pretrained").iterdir()) == made
     fresh = chosen.build(head).state_dict()
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
@@ -295,7 +312,7 @@ def test_a_run_folder_is_for_one_set_of_people_and_ages(finished, cohort_root, c
     config["data"]["path"] = str(data)
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="have changed since"):
-        Evaluation.of(run)
+        Evaluation.read(run)
 
 
 @pytest.mark.parametrize(

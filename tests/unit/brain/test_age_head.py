@@ -1,5 +1,6 @@
 """Age heads: bins beside slow loops, and what they refuse."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from ermoe.brain.age_head import AgeBins, AgeRegression, age_head, fit_temperature
 from ermoe.errors import UserError
+from ermoe.plain import to_json
 
 
 def slow_soft_label(age, low, high, step, sigma):
@@ -95,7 +97,7 @@ def test_regression_is_the_absolute_error():
 
 @pytest.mark.parametrize("head", [AgeBins(20, 90, 2.0, "hard", 3.0, 0.1, 1.5), AgeRegression(50.0, 12.0)])
 def test_heads_survive_json(head):
-    assert age_head(head.as_json()) == head
+    assert age_head(json.loads(json.dumps(to_json(head))), source="brain_age.json") == head
 
 
 @pytest.mark.parametrize(

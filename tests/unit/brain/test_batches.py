@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from ermoe.brain.batches import ScanSet, VolumeLoader
-from ermoe.brain.contrast import network_input
-from ermoe.brain.data.augment import VolumeAugmentation
-from ermoe.brain.variants import Variants
+from ermoe.brain.batches import ScanSet, Variants, every_scan
+from ermoe.brain.data.settings import VolumeAugmentation
+from ermoe.brain.inputs import network_input
 from ermoe.data.order import Order
+from ermoe.train.compute import Compute
+from ermoe.train.loader import Loader
 from support.tiny_brains import BallCache, people
 
 AUGMENTATION = VolumeAugmentation(shift_mm=2.0)
@@ -34,7 +35,7 @@ class KeptBalls(BallCache):
 
 def test_a_batch_is_the_network_input_of_its_scans():
     volumes = ScanSet(BallCache(), people(3), "blocks")
-    batch = volumes.batch(np.array([2, 0]))
+    batch = volumes.read(np.array([2, 0]))
     volume = BallCache().volume(volumes.scans[2])
     seen, mask = network_input("blocks", *(torch.from_numpy(part)[None] for part in (volume.t1_XYZ, volume.mask_XYZ)))
     torch.testing.assert_close(batch.input_BCXYZ[:1], seen)
@@ -69,7 +70,7 @@ def test_kept_tissues_are_those_made_anew(kind, tolerance, swapped, tmp_path):
     kept = replace(anew, variants=4)
     every = np.arange(len(anew))
     for _ in range(2):  # written, then read
-        found, wanted = kept.batch(every), anew.batch(every)
+        found, wanted = kept.read(every), anew.read(every)
         torch.testing.assert_close(found.input_BCXYZ, wanted.input_BCXYZ, atol=tolerance, rtol=2e-3)
         assert torch.equal(found.mask_BXYZ, wanted.mask_BXYZ)
         assert torch.equal(found.region_B, wanted.region_B)
@@ -78,7 +79,7 @@ def test_kept_tissues_are_those_made_anew(kind, tolerance, swapped, tmp_path):
 
 def test_small_sets_go_round_and_resume_at_any_step():
     volumes = ScanSet(BallCache(), people(3), "t1")
-    loader = VolumeLoader(volumes, order=Order(12, 4, seed=1), num_parts=2)
+    loader = Loader(volumes, Order(12, 4, seed=1), num_parts=2)
     whole = [[part.age_B.tolist() for part in parts] for parts in loader.epoch(5)]
     assert [len(parts) for parts in whole] == [2, 2, 2]
     assert [[part.age_B.tolist() for part in parts] for parts in loader.epoch(5, first_step=2)] == whole[2:]
@@ -88,5 +89,6 @@ def test_small_sets_go_round_and_resume_at_any_step():
 
 def test_workers_read_the_same():
     volumes = ScanSet(BallCache(), people(4), "t1")
-    alone, helped = ([b.input_BCXYZ for (b,) in VolumeLoader(volumes, batch_size=2, workers=w).epoch()] for w in (0, 1))
+    loaders = (every_scan(volumes, Compute(workers=workers), batch_size=2) for workers in (0, 1))
+    alone, helped = ([batch.input_BCXYZ for (batch,) in loader.epoch()] for loader in loaders)
     assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))

@@ -1,13 +1,16 @@
 """Tissue contrast: found from intensities alone, whatever their scale."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from ermoe.brain.contrast import INPUTS, network_input, num_channels, reduction, tissue_means, tissue_shares
+from ermoe.brain.data.settings import InputKind, num_channels, reduction
+from ermoe.brain.inputs import network_input, partial_volumes, tissue_means
 from ermoe.errors import UserError
 
 
-def brain(seed=0, shares=(0.15, 0.5, 0.35), means=(0.3, 0.72, 1.0), noise=0.04, side=24):
+def brain(seed=0, shares=(0.35, 0.5, 0.15), means=(1.0, 0.72, 0.3), noise=0.04, side=24):
     """A cube of voxels of three brightnesses, all inside the mask but for a shell."""
     generator = torch.Generator().manual_seed(seed)
     tissue = torch.multinomial(torch.tensor(shares), side**3, replacement=True, generator=generator)
@@ -17,10 +20,10 @@ def brain(seed=0, shares=(0.15, 0.5, 0.35), means=(0.3, 0.72, 1.0), noise=0.04, 
     return t1.view(1, side, side, side), mask.unsqueeze(0), tissue.view(side, side, side)
 
 
-@pytest.mark.parametrize("shares", [(0.15, 0.5, 0.35), (0.3, 0.4, 0.3), (0.08, 0.52, 0.4)])
+@pytest.mark.parametrize("shares", [(0.35, 0.5, 0.15), (0.3, 0.4, 0.3), (0.4, 0.52, 0.08)])
 def test_means_of_three_tissues_are_found(shares):
     t1, mask, _ = brain(shares=shares)
-    torch.testing.assert_close(tissue_means(t1, mask)[0], torch.tensor([0.3, 0.72, 1.0]), atol=0.03, rtol=0)
+    torch.testing.assert_close(tissue_means(t1, mask)[0], torch.tensor([1.0, 0.72, 0.3]), atol=0.03, rtol=0)
 
 
 def test_what_a_network_sees_does_not_depend_on_the_intensity_scale():
@@ -32,7 +35,7 @@ def test_what_a_network_sees_does_not_depend_on_the_intensity_scale():
 
 def test_shares_sum_to_one_inside_the_mask_and_are_zero_outside():
     t1, mask, tissue = brain()
-    share = tissue_shares(t1, mask, tissue_means(t1, mask))
+    share = partial_volumes(t1, mask, tissue_means(t1, mask))
     torch.testing.assert_close(share.sum(1), mask.float())
     assert share.min() >= 0
     inside = mask[0]
@@ -42,26 +45,26 @@ def test_shares_sum_to_one_inside_the_mask_and_are_zero_outside():
 def test_outside_of_the_mask_nothing_counts():
     t1, mask, _ = brain()
     other = torch.where(mask, t1, 1e4)
-    for kind in INPUTS:
+    for kind in get_args(InputKind):
         torch.testing.assert_close(network_input(kind, other, mask), network_input(kind, t1, mask))
 
 
 def test_blocks_are_mean_shares_of_cubes_beside_those_of_the_brain():
     t1, mask, _ = brain()
-    share = tissue_shares(t1, mask, tissue_means(t1, mask))[0]
+    share = partial_volumes(t1, mask, tissue_means(t1, mask))[0]
     seen, coarse = network_input("blocks", t1, mask)
-    typical = torch.tensor([0.20, 0.45, 0.35])
+    typical = torch.tensor([0.35, 0.45, 0.20])
     for x, y, z in [(0, 0, 0), (2, 3, 1), (5, 5, 5)]:
         cube = share[:, 4 * x : 4 * x + 4, 4 * y : 4 * y + 4, 4 * z : 4 * z + 4].mean((1, 2, 3))
-        torch.testing.assert_close(seen[0, :3, x, y, z], (cube - typical) / 0.3)
+        torch.testing.assert_close(seen[0, :3, x, y, z], ((cube - typical) / 0.3).flip(0))  # csf first
         whole = share.sum((1, 2, 3)) / mask.sum()
-        torch.testing.assert_close(seen[0, 3:, x, y, z], ((whole - typical) / 0.03).clamp(-4, 4))
+        torch.testing.assert_close(seen[0, 3:, x, y, z], ((whole - typical) / 0.03).clamp(-4, 4).flip(0))
     assert coarse.shape == (1, 6, 6, 6)
 
 
 def test_what_is_isolated_tells_nothing_of_the_rest():
     t1, mask, tissue = brain()
-    only = (tissue == 2).unsqueeze(0)
+    only = (tissue == 0).unsqueeze(0)  # white matter
     seen, coarse = network_input("blocks", t1, mask, only)
     assert not seen[:, 3:].any()
     assert seen[:, 2][coarse].mean() > seen[:, 0][coarse].mean()
@@ -72,7 +75,7 @@ def test_what_is_isolated_tells_nothing_of_the_rest():
 
 def test_shapes_and_refusals():
     t1, mask, _ = brain()
-    for kind in INPUTS:
+    for kind in get_args(InputKind):
         side = 24 // reduction(kind)
         seen, kept = network_input(kind, t1, mask)
         assert seen.shape == (1, num_channels(kind), side, side, side)

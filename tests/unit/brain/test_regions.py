@@ -1,14 +1,17 @@
 """Forced routing, prototypes and the region probe beside slow loops; and a warm start that names decide."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from ermoe.analysis.recorder import record_routing
 from ermoe.brain.age_head import AgeBins
-from ermoe.brain.batches import ScanSet, VolumeLoader
+from ermoe.brain.batches import ScanSet, every_scan
+from ermoe.brain.estimation import Lesson
+from ermoe.brain.recipes import recipe
 from ermoe.brain.regions import (
-    RegionWarmStart,
     forced,
     point_prototypes,
     probe_regions,
@@ -19,7 +22,7 @@ from ermoe.models.upcycle import upcycle
 from ermoe.models.vit3d import ViT3D
 from ermoe.nn import moe_layers
 from ermoe.nn.scores import cosine
-from ermoe.train.loop import fit
+from ermoe.train.recipe import train
 from ermoe.train.settings import Training
 from support.tiny_brains import BallCache, people
 
@@ -42,7 +45,7 @@ def regions(num=4, **options):
 
 
 def test_isolated_volumes_hold_one_tissue_each():
-    batch = regions(2).batch(np.arange(6))
+    batch = regions(2).read(np.arange(6))
     assert batch.region_B.tolist() == [0, 1, 2, 0, 1, 2]
     fluid, white = batch.input_BCXYZ.unbind(1)
     assert white[0].sum() > 10 * fluid[0].sum()
@@ -51,13 +54,13 @@ def test_isolated_volumes_hold_one_tissue_each():
 
 
 def test_swapped_names_show_another_tissue_under_the_same_number():
-    plain, swapped = regions(1).batch(np.arange(3)), regions(1, swapped=(2, 0, 1)).batch(np.arange(3))
+    plain, swapped = regions(1).read(np.arange(3)), regions(1, swapped=(2, 0, 1)).read(np.arange(3))
     assert swapped.region_B.tolist() == [0, 1, 2]
     torch.testing.assert_close(swapped.input_BCXYZ, plain.input_BCXYZ[[2, 0, 1]])
 
 
 def test_forced_routing_sends_every_token_to_its_volumes_expert():
-    model, batch = network(), regions(1).batch(np.arange(3))
+    model, batch = network(), regions(1).read(np.arange(3))
     names = set(model.state_dict())
     with forced(model, batch.region_B), record_routing(model) as routing:
         assert set(model.state_dict()) == names
@@ -69,7 +72,7 @@ def test_forced_routing_sends_every_token_to_its_volumes_expert():
 
 
 def test_forced_routing_uses_that_expert_alone():
-    model, batch = network(), regions(1).batch(np.array([1]))
+    model, batch = network(), regions(1).read(np.array([1]))
     with forced(model, batch.region_B):
         before = model(batch.input_BCXYZ, batch.mask_BXYZ)
         for layer in moe_layers(model).values():
@@ -92,8 +95,8 @@ def test_prototypes_are_mean_directions():
     free = layer.router.score.psi[3:].detach().clone()
     entering = []
     layer.register_forward_pre_hook(lambda module, args: entering.append(args[0].detach()))
-    point_prototypes(model, VolumeLoader(volumes))
-    batch = volumes.batch(np.arange(6))
+    point_prototypes(model, every_scan(volumes))
+    batch = volumes.read(np.arange(6))
     with torch.no_grad(), forced(model, batch.region_B):
         model(batch.input_BCXYZ, batch.mask_BXYZ)
     x = entering[-1]
@@ -118,8 +121,8 @@ def test_the_probe_is_the_mean_plain_score_of_real_cubes():
     layer.register_forward_pre_hook(lambda module, args: entering.append(args[0].detach()))
     with torch.no_grad():
         layer.router.balance.offset_E += torch.tensor([9.0, 0, 0, 0, 0])  # plays no part
-    probe = probe_regions(model.eval(), VolumeLoader(volumes))
-    batch = volumes.batch(np.arange(6))
+    probe = probe_regions(model.eval(), every_scan(volumes))
+    batch = volumes.read(np.arange(6))
     score = cosine(torch.einsum("bnd,edr->bner", entering[-1], layer.experts.up.U[:, :, :8]), layer.router.score.psi)
     for region in range(3):
         own = []
@@ -142,7 +145,7 @@ def test_correlation_of_tissue_and_score_is_numpys():
     layer.observers.append(routings.append)
     shares, scores = [], []
     for index in range(3):
-        batch = volumes.batch(np.array([index]))
+        batch = volumes.read(np.array([index]))
         with torch.no_grad():
             model(batch.input_BCXYZ, batch.mask_BXYZ)
         tissue = BallCache().volume(volumes.scans[index], with_tissue=True).tissue_3XYZ
@@ -161,10 +164,13 @@ def test_correlation_of_tissue_and_score_is_numpys():
 def test_warm_start_sends_tissues_to_their_experts_and_follows_wrong_names(tmp_path, swapped):
     model, volumes = network(), regions(8, swapped=swapped)
     settings = Training(epochs=3, batch_size=8, base_lr=0.1, warmup_epochs=0.5, ema=0.5)
-    task = RegionWarmStart(model, HEAD, volumes, settings)
-    fit(task, settings, tmp_path)
-    point_prototypes(model, VolumeLoader(volumes))
+    train(
+        replace(recipe("tiny"), training=settings, warm_start_epochs=3).for_regions(),
+        Lesson(model, HEAD, volumes),
+        tmp_path,
+    )
+    point_prototypes(model, every_scan(volumes))
     held_out = ScanSet(BallCache(), people(4, seed=9), "contrast", regions=True)
-    first = probe_regions(model, VolumeLoader(held_out)).first
+    first = probe_regions(model, every_scan(held_out)).first
     names = (0, 1, 2) if swapped is None else swapped
     assert [first[names[expert]] for expert in range(3)] == [0, 1, 2]

@@ -9,8 +9,8 @@ import torch
 from ermoe.brain import simple
 from ermoe.brain.age_head import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
+from ermoe.brain.metrics import retest
 from ermoe.brain.results import Outputs, for_new_people, held_out
-from ermoe.brain.retest import retest
 from ermoe.errors import UserError
 from support.tiny_brains import people
 

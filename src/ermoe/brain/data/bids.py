@@ -1,13 +1,23 @@
-"""Finding T1 scans, masks and segmentations in a BIDS tree, by the entities in file names."""
+"""What a BIDS tree holds, by the entities in file names: T1 scans, the masks and tissue maps that belong to them, and
+which number of a segmentation stands for which tissue: only ever what a table says.
+
+1 is CSF to one tool, grey matter to the next, and a left ventricle to a third.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 
+from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Segmentation, Tissue, TissueSource
+from ermoe.brain.data.tables import read_table
 from ermoe.data.reading import is_hidden
+from ermoe.errors import UserError
 
 _OF_DERIVATIVES = {"desc", "label", "space", "res", "den", "atlas", "seg", "hemi"}
 _NATIVE_SPACES = {None, "T1w", "orig", "scanner"}
@@ -18,7 +28,7 @@ _SUFFIXES = (".nii.gz", ".nii")
 class Name:
     """A BIDS file name taken apart.
 
-    >>> Name.of(Path("sub-01_ses-2_run-1_T1w.nii.gz"))
+    >>> Name.parsed(Path("sub-01_ses-2_run-1_T1w.nii.gz"))
     Name(entities={'sub': '01', 'ses': '2', 'run': '1'}, suffix='T1w')
     """
 
@@ -26,7 +36,7 @@ class Name:
     suffix: str
 
     @classmethod
-    def of(cls, path: Path) -> Name:
+    def parsed(cls, path: Path) -> Name:
         *parts, suffix = stem(path).split("_")
         pairs = (part.partition("-") for part in parts)
         return cls({key: value for key, dash, value in pairs if dash}, suffix)
@@ -84,7 +94,7 @@ def _choose(participant_id: str, session_id: str | None, folder: Path, rule: str
     choice = Choice(participant_id, session_id, None)
     candidates = []
     for path in images(folder / "anat", "T1w"):
-        entities = Name.of(path).entities
+        entities = Name.parsed(path).entities
         if "ce" in entities:
             choice.with_contrast.append(path)
         elif entities.get("space") not in _NATIVE_SPACES:
@@ -100,7 +110,7 @@ def _choose(participant_id: str, session_id: str | None, folder: Path, rule: str
 
 
 def _rank(path: Path, *, last_run: bool) -> tuple[int, int, str]:
-    entities = dict(Name.of(path).entities)
+    entities = dict(Name.parsed(path).entities)
     run = entities.pop("run", "0")
     number = int(run) if run.isdecimal() else 0
     return len(entities), -number if last_run else number, path.name
@@ -125,9 +135,9 @@ def pipelines(root: Path) -> list[Path]:
 
 def derived(folder: Path, suffix: str, t1: Path) -> list[Path]:
     """Images with a suffix in a folder that belong to a T1, in its own space, plainest name first."""
-    own = Name.of(t1).entities
-    fitting = [path for path in images(folder, suffix) if _belongs(Name.of(path).entities, own)]
-    return sorted(fitting, key=lambda path: (len(Name.of(path).entities), path.name))
+    own = Name.parsed(t1).entities
+    fitting = [path for path in images(folder, suffix) if _belongs(Name.parsed(path).entities, own)]
+    return sorted(fitting, key=lambda path: (len(Name.parsed(path).entities), path.name))
 
 
 def _belongs(entities: dict[str, str], own: dict[str, str]) -> bool:
@@ -145,12 +155,12 @@ def session_folder(pipeline: Path, participant_id: str, session_id: str | None) 
 
 def lookup_table(image: Path, stop_at: Path) -> Path | None:
     """The TSV that explains a dseg, by BIDS's principle of inheritance: nearest folder first, plainest name last."""
-    name = Name.of(image)
+    name = Name.parsed(image)
     for folder in _upwards(image.parent, stop_at):
         seen = (path for path in folder.glob(f"*{name.suffix}.tsv") if not is_hidden(path))
-        tables = [path for path in seen if _inherits(Name.of(path), name)]
+        tables = [path for path in seen if _inherits(Name.parsed(path), name)]
         if tables:
-            return max(tables, key=lambda path: (len(Name.of(path).entities), path.name))
+            return max(tables, key=lambda path: (len(Name.parsed(path).entities), path.name))
     return None
 
 
@@ -163,3 +173,205 @@ def _upwards(folder: Path, stop_at: Path) -> Iterable[Path]:
     while folder != stop_at and folder != folder.parent:
         folder = folder.parent
         yield folder
+
+
+Codes = dict[Tissue, tuple[int, ...]]
+
+_NAMES: dict[str, Tissue] = {
+    "wm": "wm", "whitematter": "wm", "cerebralwhitematter": "wm",
+    "gm": "gm", "graymatter": "gm", "greymatter": "gm",
+    "cgm": "gm", "corticalgraymatter": "gm", "corticalgreymatter": "gm",
+    "sgm": "gm", "subcorticalgraymatter": "gm", "subcorticalgreymatter": "gm",
+    "csf": "csf", "cerebrospinalfluid": "csf",
+}  # fmt: skip
+
+
+def codes_from_table(path: Path) -> Codes:
+    """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``.
+
+    A name must be the whole tissue. "Left-Cerebral-White-Matter" is one part of FreeSurfer's segmentation, which is
+    read as tissue only when it is asked for.
+    """
+    table = read_table(path)
+    if not table.has("index") or not (table.has("name") or table.has("abbreviation")):
+        raise UserError(f"{path} needs the columns index and name to say which number is which tissue")
+    codes: dict[Tissue, list[int]] = {tissue: [] for tissue in TISSUES}
+    for row in table.rows:
+        tissue = _tissue_named(row.get("abbreviation", "")) or _tissue_named(row.get("name", ""))
+        if tissue is not None:
+            codes[tissue].append(_number(path, row["index"]))
+    unnamed = [tissue for tissue in TISSUES if not codes[tissue]]
+    if unnamed:
+        raise UserError(
+            f"{path} has no row for {', '.join(unnamed)}: name white matter, grey matter and cerebrospinal fluid in "
+            "it; for FreeSurfer's labels use --tissue-from aseg"
+        )
+    return {tissue: tuple(numbers) for tissue, numbers in codes.items()}
+
+
+def aseg_codes() -> Codes:
+    """The labels of FreeSurfer's aseg and aparc+aseg, by tissue, from the table that is shipped.
+
+    >>> aseg_codes()["wm"][:2]
+    (2, 7)
+    """
+    with resources.as_file(resources.files("ermoe.brain.data") / "aseg.tsv") as path:
+        table = read_table(path)
+    codes: dict[Tissue, list[int]] = {tissue: [] for tissue in TISSUES}
+    for row in table.rows:
+        first, _, last = row["index"].partition("-")
+        codes[_NAMES[row["tissue"]]] += range(int(first), int(last or first) + 1)
+    return {tissue: tuple(numbers) for tissue, numbers in codes.items()}
+
+
+def _tissue_named(text: str) -> Tissue | None:
+    return _NAMES.get(re.sub(r"[\s_-]+", "", text.casefold()))
+
+
+def _number(path: Path, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{path} has the index {text!r}, which is not a whole number") from None
+
+
+_OF_A_PART = {"desc", "atlas", "seg", "label"}
+"""Entities of segmentations that may show lesions or one structure instead of the whole brain."""
+_FREESURFER = {"aseg", "aparcaseg", "aparcaDKTaseg", "wmparc"}
+
+
+@dataclass(slots=True)
+class Derivatives:
+    """What the derivatives of one T1 offer."""
+
+    mask: Path | None = None
+    labels: Path | None = None
+    tissue: TissueSource | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+def find_derivatives(
+    root: Path, participant_id: str, session_id: str | None, t1: Path, *, tissue_from: str | None
+) -> Derivatives:
+    """Mask, segmentation and tissue maps of a T1; of several pipelines, the first by name that has the thing."""
+    key = "_".join(part for part in (participant_id, session_id) if part)
+    places = [(pipeline, session_folder(pipeline, participant_id, session_id)) for pipeline in pipelines(root)]
+    found = _collect(places, t1, tissue_from, subject=key)
+    if tissue_from == "aseg" and found.tissue is None:
+        found.tissue = _own_folder_of_freesurfer(root, key)
+    if tissue_from in ("probseg", "dseg", "aseg") and found.tissue is None and not found.problems:
+        what = f"has no {tissue_from} among its derivatives"
+        found.problems.append(Problem("warning", key, t1, what, "it goes without tissue maps"))
+    return found
+
+
+def _own_folder_of_freesurfer(root: Path, key: str) -> Segmentation | None:
+    for pipeline in pipelines(root):
+        path = pipeline / key / "mri" / "aseg.mgz"
+        if path.is_file():
+            return Segmentation(path, aseg_codes(), same_grid=False)
+    return None
+
+
+def find_siblings(t1: Path, *, tissue_from: str | None, subject: str) -> Derivatives:
+    """The same for a T1 that was named on its own: only what lies in its folder is taken."""
+    return _collect([(t1.parent, t1.parent)], t1, tissue_from, subject=subject)
+
+
+def _collect(places: list[tuple[Path, Path]], t1: Path, tissue_from: str | None, *, subject: str) -> Derivatives:
+    found = Derivatives()
+    for pipeline, folder in places:
+        if not folder.is_dir():
+            continue
+        segmentations = [path for path in derived(folder, "dseg", t1) if _shows_tissues(path, pipeline)]
+        found.mask = found.mask or next((path for path in derived(folder, "mask", t1) if _desc(path) == "brain"), None)
+        found.labels = found.labels or next(iter(segmentations), None)
+        if found.tissue is None:
+            found.tissue = _tissue(pipeline, folder, t1, tissue_from, segmentations, found.problems, subject)
+    return found
+
+
+def _tissue(
+    pipeline: Path,
+    folder: Path,
+    t1: Path,
+    tissue_from: str | None,
+    segmentations: list[Path],
+    problems: list[Problem],
+    subject: str,
+) -> TissueSource | None:
+    if tissue_from == "none":
+        return None
+    if tissue_from == "aseg":
+        freesurfer = [path for path in derived(folder, "dseg", t1) if _is_freesurfer(path)]
+        return Segmentation(freesurfer[0], aseg_codes(), same_grid=False) if freesurfer else None
+    if tissue_from in (None, "probseg"):
+        maps = _probability_maps(folder, t1)
+        if maps is not None or tissue_from == "probseg":
+            return maps
+    return _segmentation(pipeline, segmentations, problems, subject)
+
+
+def _probability_maps(folder: Path, t1: Path) -> ProbabilityMaps | None:
+    by_label: dict[str, Path] = {}
+    for path in derived(folder, "probseg", t1):
+        by_label.setdefault(Name.parsed(path).entities.get("label", "").casefold(), path)
+    paths: dict[Tissue, Path] = {tissue: by_label[tissue] for tissue in TISSUES if tissue in by_label}
+    return ProbabilityMaps(paths) if len(paths) == len(TISSUES) else None
+
+
+def _segmentation(
+    pipeline: Path, segmentations: list[Path], problems: list[Problem], subject: str
+) -> Segmentation | None:
+    if not segmentations:
+        return None
+    path = segmentations[0]
+    table = lookup_table(path, pipeline)
+    if table is None:
+        problems.append(
+            Problem(
+                "error",
+                subject,
+                path,
+                "has no dseg.tsv that says which number is which tissue, and numbers differ between tools",
+                f"write {pipeline / 'dseg.tsv'} with the columns index and name, or go without tissue: "
+                "--tissue-from none",
+            )
+        )
+        return None
+    try:
+        return Segmentation(path, known_codes(table))
+    except UserError as problem:
+        problems.append(Problem("error", subject, path, f"cannot be read as tissue ({problem})"))
+        return None
+
+
+@lru_cache
+def _codes_at(table: Path, modified_ns: int) -> Codes:
+    return codes_from_table(table)
+
+
+def known_codes(table: Path) -> Codes:
+    """`codes_from_table`, read once for all the people of a pipeline."""
+    return _codes_at(table, table.stat().st_mtime_ns)
+
+
+def _shows_tissues(path: Path, pipeline: Path) -> bool:
+    """Whether a dseg shows the whole brain: it has a plain name, or a table that names the three tissues."""
+    if _is_freesurfer(path):
+        return False
+    if not _OF_A_PART & Name.parsed(path).entities.keys():
+        return True
+    table = lookup_table(path, pipeline)
+    try:
+        return table is not None and bool(known_codes(table))
+    except UserError:
+        return False
+
+
+def _is_freesurfer(path: Path) -> bool:
+    return _desc(path) in _FREESURFER
+
+
+def _desc(path: Path) -> str | None:
+    return Name.parsed(path).entities.get("desc")

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from ermoe.brain.data.bids import Choice, choose_t1s
-from ermoe.brain.data.demographics import SexReader, age_unit_problems, declared_sexes
-from ermoe.brain.data.derivatives import find_derivatives
-from ermoe.brain.data.options import CohortOptions
+from ermoe.brain.data.bids import Choice, choose_t1s, find_derivatives
 from ermoe.brain.data.people import People, describe, mismatches, same_person_twice, session_ages
-from ermoe.brain.data.problems import Problem
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.table import Table, read_table
+from ermoe.brain.data.scans import Problem, Scan
+from ermoe.brain.data.settings import CohortOptions
+from ermoe.brain.data.tables import SexReader, Table, age_unit_problems, declared_sexes, read_table
 from ermoe.errors import UserError
 
 
@@ -23,7 +20,7 @@ def bids_cohort(root: Path, options: CohortOptions) -> tuple[list[Scan], list[st
     if not taken:
         raise UserError(_nothing_in(root, options))
     table = root / "participants.tsv"
-    people = People.of(read_table(table)) if table.is_file() else People(table)
+    people = People.listed_in(read_table(table)) if table.is_file() else People(table)
     problems = [*people.problems, *_units(root), *same_person_twice([c.participant_id for c in taken], root)]
     if people.rows:
         problems += same_person_twice(filter(options.wants, people.participant_ids), table)
@@ -124,7 +121,7 @@ def _notes(choices: list[Choice], options: CohortOptions) -> list[str]:
 
 
 def _nothing_in(root: Path, options: CohortOptions) -> str:
-    if options.participants is not None:
+    if options.participants:
         return f"{root} has no T1w scan of {', '.join(options.participants)}: check the labels"
     pattern = "" if options.t1_rule in ("first", "last") else f" that matches {options.t1_rule!r}"
     return f"{root} has no sub-*/[ses-*/]anat/*_T1w.nii[.gz]{pattern}: name a BIDS root or a table"

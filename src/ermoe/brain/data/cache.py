@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe.brain.data.preprocess import Float, Preprocessing, Volume, prepare
-from ermoe.brain.data.problems import Problem, ScanError
-from ermoe.brain.data.scans import ProbabilityMaps, Scan, Segmentation
-from ermoe.files import replacing
+from ermoe.brain.data.scans import ProbabilityMaps, Problem, Scan, ScanError, Segmentation
+from ermoe.files import cache_folder, replacing, write_json
+from ermoe.plain import to_json
 
 _FORMAT = 1  # to be raised when `prepare` changes what it returns
 _SHARE_LEVELS = 255
@@ -67,7 +68,7 @@ class VolumeCache:
         """Name of the scan's entry."""
         content = {
             "format": _FORMAT,
-            "preprocessing": self.preprocessing.to_dict(),
+            "preprocessing": to_json(self.preprocessing),
             "files": [_state(path) for path in _files(scan)],
             "tissue": _codes(scan),
             "mask": "file" if scan.mask or scan.labels else _mask_tool(),
@@ -87,9 +88,24 @@ class VolumeCache:
             "affine": volume.affine.tolist(),
         }
         # Last, because an entry counts as complete when this file is there.
-        with replacing(f"{stem}.json") as draft:
-            draft.write_text(json.dumps(about))
+        write_json(f"{stem}.json", about)
         return about
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A folder of what can be made again and is kept for the next run: volumes, phantoms, and what they taught."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: str | os.PathLike[str] | None) -> Archive:
+        """In a folder, or among the user's caches."""
+        return cls(cache_folder("brain") if folder is None else Path(folder))
+
+    def volumes(self, preprocessing: Preprocessing) -> VolumeCache:
+        """The prepared volumes."""
+        return VolumeCache(self.folder / "volumes", preprocessing)
 
 
 def _about(stem: Path) -> dict[str, Any] | None:

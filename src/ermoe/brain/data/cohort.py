@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ermoe.brain.data.bids import Name, is_bids_root, stem
+from ermoe.brain.data.bids import Name, find_derivatives, find_siblings, is_bids_root, stem
 from ermoe.brain.data.bids_cohort import bids_cohort
-from ermoe.brain.data.derivatives import find_derivatives, find_siblings
 from ermoe.brain.data.flat_cohort import flat_cohort
-from ermoe.brain.data.options import CohortOptions, TissueFrom, participant_labels
-from ermoe.brain.data.problems import Problem
-from ermoe.brain.data.scans import Scan, Sex
+from ermoe.brain.data.scans import Problem, Scan
+from ermoe.brain.data.settings import CohortOptions
 from ermoe.data.reading import is_hidden
 from ermoe.errors import UserError
 
@@ -51,34 +50,9 @@ def state_of(scans: Sequence[Scan]) -> str:
     return f"{len(scans)} scans, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:8]}"
 
 
-def open_cohort(
-    path: str | os.PathLike[str],
-    *,
-    sex_coding: Mapping[str, Sex] | None = None,
-    age_is_baseline: bool = False,
-    tissue_from: TissueFrom | None = None,
-    participants: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-    t1_rule: str = "first",
-) -> Cohort:
-    """The scans of a BIDS root or of a flat TSV/CSV.
-
-    Args:
-        sex_coding: what the numbers of the column sex mean, {"1": "M", "2": "F"}.
-        age_is_baseline: the age in participants.tsv is that of the first of several sessions.
-        tissue_from: "probseg", "dseg", "aseg" or "none"; by default probability maps, else a dseg with its table.
-        participants: only these, with or without "sub-".
-        exclude: not these.
-        t1_rule: which of several T1w scans of a session: "first", "last", or a pattern for file names.
-    """
-    options = CohortOptions(
-        sex_coding=dict(sex_coding or {}),
-        age_is_baseline=age_is_baseline,
-        tissue_from=tissue_from,
-        participants=participant_labels(participants),
-        exclude=participant_labels(exclude) or (),
-        t1_rule=t1_rule,
-    )
+def open_cohort(path: str | os.PathLike[str], options: CohortOptions | None = None, **changes: Any) -> Cohort:
+    """The scans of a BIDS root or of a flat TSV/CSV; ``changes`` are fields of `CohortOptions`, given one by one."""
+    options = (options or CohortOptions()).changed(changes)
     place = Path(path)
     if place.is_dir():
         return _cohort(*bids_cohort(place, options))
@@ -91,19 +65,13 @@ def open_cohort(
     raise UserError(f"{place} is no BIDS root and no table: name a folder with sub-* folders, or a TSV or CSV")
 
 
-def open_scans(
-    paths: Sequence[str | os.PathLike[str]],
-    *,
-    participants: Sequence[str] | None = None,
-    tissue_from: TissueFrom | None = None,
-    t1_rule: str = "first",
-) -> Cohort:
+def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions | None = None, **changes: Any) -> Cohort:
     """Scans to look at or to predict: NIfTI files, folders with NIfTI files, BIDS roots, or tables; no age is needed.
 
     A BIDS root brings its derivatives with it, and so does a file inside one. A file from elsewhere brings only a mask
     or a segmentation that lies beside it under a BIDS name.
     """
-    options = CohortOptions(participants=participant_labels(participants), tissue_from=tissue_from, t1_rule=t1_rule)
+    options = (options or CohortOptions()).changed(changes)
     scans: list[Scan] = []
     notes: list[str] = []
     problems: list[Problem] = []
@@ -137,12 +105,12 @@ def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str]
 def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
     """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
     seen = (file for file in folder.rglob("*") if _is_nifti(file) and not is_hidden(file, below=folder))
-    files = sorted(file for file in seen if Name.of(file).suffix not in _NOT_A_T1)
+    files = sorted(file for file in seen if Name.parsed(file).suffix not in _NOT_A_T1)
     scans = [_lone_scan(file, options) for file in files]
     occurs = Counter(scan.key for scan in scans)
     return [
         scan
-        if occurs[scan.key] == 1 or "sub" in Name.of(scan.t1).entities
+        if occurs[scan.key] == 1 or "sub" in Name.parsed(scan.t1).entities
         else replace(scan, participant_id=(scan.t1.relative_to(folder).parent / scan.participant_id).as_posix())
         for scan in scans
     ]
@@ -150,7 +118,7 @@ def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
 
 def _lone_scan(path: Path, options: CohortOptions) -> Scan:
     """A file on its own; who it is, is read from a BIDS name, else the file name is the id."""
-    entities = Name.of(path).entities
+    entities = Name.parsed(path).entities
     if "sub" not in entities:
         return Scan(stem(path), None, path)
     participant_id, session_id = f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None

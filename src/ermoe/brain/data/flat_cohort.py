@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from ermoe.brain.data.bids import lookup_table
-from ermoe.brain.data.codes import aseg_codes
-from ermoe.brain.data.demographics import SexReader, age_unit_problems, declared_sexes
-from ermoe.brain.data.derivatives import known_codes
-from ermoe.brain.data.options import CohortOptions
+from ermoe.brain.data.bids import aseg_codes, known_codes, lookup_table
 from ermoe.brain.data.people import AgeText, People, describe, same_person_twice
-from ermoe.brain.data.problems import Problem
-from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Scan, Segmentation, TissueSource
-from ermoe.brain.data.table import given, read_table
+from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Scan, Segmentation, TissueSource
+from ermoe.brain.data.settings import CohortOptions
+from ermoe.brain.data.tables import SexReader, age_unit_problems, declared_sexes, given, read_table
 from ermoe.errors import UserError
 
 _PATHS = ("t1", "t1w", "path", "file", "filename", "scan", "image")
@@ -29,7 +25,7 @@ def flat_cohort(path: Path, options: CohortOptions) -> tuple[list[Scan], list[st
     column = next((name for name in _PATHS if table.has(name)), None)
     if column is None or not table.has("participant_id"):
         raise UserError(f"{path} needs the columns participant_id and t1 (and age, to train); it has {table.columns}")
-    people = People.of(table)
+    people = People.listed_in(table)
     problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
     problems += age_unit_problems(path.with_suffix(".json"))
     reader = SexReader(declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding))

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from ermoe.brain.data.demographics import AgeError, SexError, SexReader, read_age
-from ermoe.brain.data.identity import canonical_id, look_alikes, prefixed
-from ermoe.brain.data.problems import Problem, Severity
-from ermoe.brain.data.scans import Sex
-from ermoe.brain.data.table import Table, given
+from ermoe.brain.data.scans import Problem, Severity, Sex, canonical_id, look_alikes, prefixed
+from ermoe.brain.data.tables import AgeError, SexError, SexReader, Table, given, read_age
 from ermoe.errors import UserError
 
 Key = tuple[str, str | None]
@@ -30,7 +27,7 @@ class People:
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
-    def of(cls, table: Table) -> People:
+    def listed_in(cls, table: Table) -> People:
         """Rows that come twice are reported, whether or not they say the same."""
         if not table.has("participant_id"):
             raise UserError(f"{table.path} has no column participant_id: rows are joined with scans by it")

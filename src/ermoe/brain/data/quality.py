@@ -11,16 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe.brain.data.cohort import Cohort
-from ermoe.brain.data.confounds import Confound, confounds
-from ermoe.brain.data.fingerprint import Fingerprint, fingerprint
-from ermoe.brain.data.grid import bounding_box, extent_mm
-from ermoe.brain.data.mask import brain_mask, has_deepbet, stripped_mask, volume_ml
-from ermoe.brain.data.nifti import Image, inspect_image
-from ermoe.brain.data.preprocess import Preprocessing
-from ermoe.brain.data.problems import Problem, ScanError, Severity
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.tissue import check_tissue
-from ermoe.brain.data.weighting import looks_like_t1
+from ermoe.brain.data.confounds import Confound, Fingerprint, confounds, fingerprint
+from ermoe.brain.data.mask import brain_mask, has_deepbet, looks_like_t1, stripped_mask, volume_ml
+from ermoe.brain.data.nifti import Image, bounding_box, inspect_image
+from ermoe.brain.data.preprocess import Preprocessing, check_tissue, extent_mm
+from ermoe.brain.data.scans import Problem, Scan, ScanError, Severity
 
 _COARSE_MM = 3.0
 _BRAIN_ML = (700.0, 2200.0)

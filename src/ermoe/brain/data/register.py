@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ermoe.brain.data.grid import Grid, bounding_box, centre_of_mask, cropped, sample
-from ermoe.brain.data.intensity import normalise
-from ermoe.brain.data.nifti import Image
+from ermoe.brain.data.nifti import Image, bounding_box, cropped
+from ermoe.brain.data.preprocess import Grid, centre_of_mask, normalise, sample
 from ermoe.errors import UserError
 
 Double = NDArray[np.float64]

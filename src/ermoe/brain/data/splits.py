@@ -11,9 +11,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ermoe.brain.data.identity import canonical_id, look_alikes
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.table import given, read_table
+from ermoe.brain.data.scans import Scan, canonical_id, look_alikes
+from ermoe.brain.data.tables import given, read_table
 from ermoe.errors import UserError
 from ermoe.files import replacing
 
@@ -35,7 +34,7 @@ class Splits:
     def num_folds(self) -> int:
         return len(self.fold_names)
 
-    def of(self, participant_id: str, fold: int) -> Part:
+    def part_of(self, participant_id: str, fold: int) -> Part:
         """The part of a person in a fold."""
         if participant_id not in self.parts:
             raise UserError(f"{participant_id} is in no part of the split: make the split again with all people")
@@ -43,7 +42,7 @@ class Splits:
 
     def select(self, scans: Sequence[Scan], fold: int, part: Part) -> list[Scan]:
         """The scans of one part of one fold, in their order."""
-        return [scan for scan in scans if self.of(scan.participant_id, fold) == part]
+        return [scan for scan in scans if self.part_of(scan.participant_id, fold) == part]
 
     def check(self, scans: Sequence[Scan]) -> None:
         """Raises `UserError`, with the ids, if a person of ``scans`` is in two parts of a fold or in none.

@@ -41,7 +41,7 @@ def model_card(model: BrainAgeModel, *, warnings: list[str]) -> Card:
             f"{low:.0f} to {high:.0f} years; split: {facts['split']}, {len(model.networks)} networks.",
             f"Held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}, slope {raw['slope']:.2f}, "
             f"corr(gap, age) {raw['gap_age_r']:.2f}.",
-            f"Calibration ({facts['calibration_fit']}): {calibration}.",
+            f"AgeCalibration ({facts['calibration_fit']}): {calibration}.",
             intervals,
             f"Input: T1-weighted MRI, {spacing:g} mm, {grid} voxels, as “{model.input}”; a token is a cube of "
             f"{model.patch_size * spacing:g} mm, which mostly holds several tissues.",

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ermoe._version import __version__
-from ermoe.files import replacing
+from ermoe.files import replacing, write_json
 
-BIDS_VERSION = "1.10.0"
-PIPELINE = "ermoe-ba"
+_BIDS_VERSION = "1.10.0"
+_PIPELINE = "ermoe-ba"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
 _IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
-EXPLAINED: dict[str, dict[str, Any]] = {
+_EXPLAINED: dict[str, dict[str, Any]] = {
     "participant_id": {"Description": "participant"},
     "session_id": {"Description": "session"},
     "scan": {"Description": "T1-weighted image that was read"},
@@ -69,16 +68,16 @@ EXPLAINED: dict[str, dict[str, Any]] = {
     "intercept": {"Description": "of predicted = intercept + slope · age", "Units": "year"},
     "bias": {"Description": "mean gap", "Units": "year"},
 }
-"""What each column means; limits of intervals are explained by `sidecar`."""
+"""What each column means; limits of intervals are explained by `_sidecar`."""
 
 
 def describe(folder: Path, *, name: str, source: str | None = None, readme: str = "") -> None:
     """Makes a folder a BIDS derivative: dataset_description.json, README and what the validator is to pass over."""
     description: dict[str, Any] = {
         "Name": name,
-        "BIDSVersion": BIDS_VERSION,
+        "BIDSVersion": _BIDS_VERSION,
         "DatasetType": "derivative",
-        "GeneratedBy": [{"Name": PIPELINE, "Version": __version__}],
+        "GeneratedBy": [{"Name": _PIPELINE, "Version": __version__}],
     }
     if source is not None:
         description["SourceDatasets"] = [{"URL": Path(source).resolve().as_uri()}]
@@ -90,33 +89,33 @@ def describe(folder: Path, *, name: str, source: str | None = None, readme: str 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """A TSV with its JSON sidecar; missing values are n/a, as BIDS wants."""
     lines = ["\t".join(columns)]
-    lines += ["\t".join(cell(row.get(column)) for column in columns) for row in rows]
+    lines += ["\t".join(_cell(row.get(column)) for column in columns) for row in rows]
     write_text(path, "\n".join(lines) + "\n")
-    write_json(path.with_suffix(".json"), sidecar(columns))
+    write_json(path.with_suffix(".json"), _sidecar(columns))
 
 
-def sidecar(columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _sidecar(columns: Sequence[str]) -> dict[str, dict[str, Any]]:
     """An explanation of each column.
 
-    >>> sidecar(["mae_low"])["mae_low"]["Description"]
+    >>> _sidecar(["mae_low"])["mae_low"]["Description"]
     'lower limit of the 95 % interval of mae, over resampled people'
     """
     found = {}
     for column in columns:
         stem, _, end = column.rpartition("_")
-        if column not in EXPLAINED and stem in EXPLAINED and end in ("low", "high"):
+        if column not in _EXPLAINED and stem in _EXPLAINED and end in ("low", "high"):
             side = "lower" if end == "low" else "upper"
             text = f"{side} limit of the 95 % interval of {stem}, over resampled people"
-            found[column] = {**EXPLAINED[stem], "Description": text}
+            found[column] = {**_EXPLAINED[stem], "Description": text}
         else:
-            found[column] = EXPLAINED.get(column, {"Description": f"column {column} of the data set's table"})
+            found[column] = _EXPLAINED.get(column, {"Description": f"column {column} of the data set's table"})
     return found
 
 
-def cell(value: Any) -> str:
+def _cell(value: Any) -> str:
     """A value as BIDS writes it.
 
-    >>> cell(math.nan), cell(None), cell(1.23456), cell(True), cell("a\\tb")
+    >>> _cell(math.nan), _cell(None), _cell(1.23456), _cell(True), _cell("a\\tb")
     ('n/a', 'n/a', '1.2346', 'true', 'a b')
     """
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
@@ -126,11 +125,6 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return " ".join(str(value).split())
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Indented, in one step."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

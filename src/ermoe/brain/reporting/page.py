@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Drawing
-from rich.console import Console
 
 from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, svg, table
 from ermoe.brain.calibration import age_residualised_gap
@@ -19,14 +18,14 @@ from ermoe.brain.metrics import LABELS, by_group, decade
 from ermoe.brain.reporting import pictures
 from ermoe.brain.reporting.card import model_card
 from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, write_table, write_text
-from ermoe.brain.reporting.mosaic import mosaic
 from ermoe.brain.reporting.routing_sections import routing_sections
 from ermoe.files import replacing
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines
 
-FLAT = 0.5
+_FLAT = 0.5
 """Slope of predicted against chronological age below which a report begins with it."""
-MOST_SCANS = 60
+_MOST_SCANS = 60
 """Mosaics on a page; of a larger cohort only the worst."""
 
 
@@ -34,21 +33,21 @@ def report(
     run: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    cache: Path | None = None,
+    cache: str | os.PathLike[str] | None = None,
     calibration_fit: str | None = None,
     occlusion_scans: int = 4,
-    console: Console | None = None,
+    compute: Compute | None = None,
 ) -> Path:
     """Writes the derivative of a finished run, ``RUN/derivatives/ermoe-ba`` by default; returns the page's path."""
-    console = Console(quiet=True) if console is None else console
-    evaluation = Evaluation.of(run, cache=cache, calibration_fit=calibration_fit)
+    compute = Compute() if compute is None else compute
+    evaluation = Evaluation.read(run, cache=cache, calibration_fit=calibration_fit, device=compute.device)
     folder = Path(out) if out is not None else Path(run) / "derivatives" / "ermoe-ba"
     name = f"Brain age of {evaluation.model.facts['data']}, {evaluation.method}"
     readme = "Predictions of held-out people: desc-heldout_brainage.tsv; their errors: desc-metrics_brainage.tsv."
     describe(folder, name=name, source=evaluation.config["data"]["path"], readme=readme)
     _write_predictions(evaluation, folder / "desc-heldout_brainage.tsv")
     _write_metrics(evaluation, folder / "desc-metrics_brainage.tsv")
-    known = warnings(evaluation)
+    known = _warnings(evaluation)
     card = model_card(evaluation.model, warnings=known)
     write_text(folder / "model-card.md", card.markdown())
     album = Album(folder / "figures")
@@ -59,7 +58,7 @@ def report(
     _calibration(page, evaluation, album)
     _groups(page, evaluation)
     _training(page, evaluation, album)
-    routing_sections(page, evaluation, album, occlusion_scans=occlusion_scans, console=console)
+    routing_sections(page, evaluation, album, occlusion_scans=occlusion_scans, compute=compute)
     _mosaics(page, evaluation)
     statements = [part for heading in card.sections for part in (_heading(heading), _list(card.sections[heading]))]
     page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
@@ -79,13 +78,13 @@ class Album:
         return figure(svg(drawing, name), title, caption)
 
 
-def warnings(evaluation: Evaluation) -> list[str]:
+def _warnings(evaluation: Evaluation) -> list[str]:
     """Sentences a reader must not miss."""
     found = list(evaluation.confounds)
     if refusals := evaluation.held_out.refusals:
         found.append(refusals[0] + (f" (and {len(refusals) - 1} more folds)" if len(refusals) > 1 else ""))
     slope = evaluation.figures(evaluation.held_out.raw_N)["slope"].value
-    if slope < FLAT:
+    if slope < _FLAT:
         found.append(
             f"predictions rise by only {slope:.2f} years a year of age: the young look older and the old younger than "
             "they are, so a gap means nothing unless age is a covariate"
@@ -229,13 +228,13 @@ def _curves(evaluation: Evaluation, part: str) -> Iterator[tuple[str, list[tuple
 
 def _mosaics(page: Page, evaluation: Evaluation) -> None:
     tested = evaluation.held_out
-    order = np.argsort(-np.abs(tested.raw_N - tested.age_N))[:MOST_SCANS]
+    order = np.argsort(-np.abs(tested.raw_N - tested.age_N))[:_MOST_SCANS]
     panels = []
     for row in order:
         scan = evaluation.scans[int(row)]
         volume = evaluation.cache.volume(scan)
         picture = Markup(
-            f'<img src="{data_uri(mosaic(volume))}" alt="{escape(scan.key)}" style="display:block;width:100%">'
+            f'<img src="{data_uri(pictures.mosaic(volume))}" alt="{escape(scan.key)}" style="display:block;width:100%">'
         )
         caption = f"{tested.age_N[row]:.0f} years, predicted {tested.raw_N[row]:.0f}; mask: {volume.mask_source}"
         panels.append(figure(picture, f"{scan.key}.", caption))

@@ -7,41 +7,48 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from ermoe.analysis.page import Markup, Page, grid, table
-from ermoe.brain.batches import ScanSet
+from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
 from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.regions import tissue_score_correlation
+from ermoe.brain.regions import expert_name, tissue_score_correlation
 from ermoe.brain.reporting import pictures
-from ermoe.brain.reporting.occlusion import occlusion_map
+from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines
 
 if TYPE_CHECKING:
     from ermoe.brain.reporting.page import Album
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.brain.age_head import AgeHead
+from ermoe.brain.data.settings import reduction
+from ermoe.brain.estimation import as_model
 
 Array = NDArray[np.float64]
 
 
 def routing_sections(
-    page: Page, evaluation: Evaluation, album: Album, *, occlusion_scans: int, console: Console
+    page: Page, evaluation: Evaluation, album: Album, *, occlusion_scans: int, compute: Compute
 ) -> None:
     """Region probe, token–tissue correlation, occlusion map; a sentence for what cannot be had."""
-    _regions(page, evaluation, album)
+    _regions(page, evaluation, album, compute)
     if occlusion_scans:
-        console.print(f"occlusion map of {occlusion_scans} scans", highlight=False)
-        _occlusion(page, evaluation, album, occlusion_scans)
+        compute.say(f"occlusion map of {occlusion_scans} scans")
+        _occlusion(page, evaluation, album, occlusion_scans, compute)
 
 
-def _regions(page: Page, evaluation: Evaluation, album: Album) -> None:
+def _regions(page: Page, evaluation: Evaluation, album: Album, compute: Compute) -> None:
     if not evaluation.method.startswith("ermoe"):
         return
     if not evaluation.has_tissue:
         sentence = "Some scans have no tissue maps, so neither the region probe nor the tissue correlation can be made."
         page.section("Tissues and experts", sentence, [])
         return
-    probes = region_probes(evaluation)
+    probes = _region_probes(evaluation)
     blocks: list[Markup] = []
     if probes:
         rows = [
@@ -54,7 +61,7 @@ def _regions(page: Page, evaluation: Evaluation, album: Album) -> None:
     if probes:
         caption = "Mean plain score over cubes that contain the tissue; offsets play no part. The best is framed."
         panels.append(album.panel(pictures.region_scores(probes), "region-probe", "Isolated tissues.", caption))
-    correlation_RE = _correlation(evaluation)
+    correlation_RE = _correlation(evaluation, compute)
     caption = "Over the cubes of whole held-out scans: share of a tissue in a cube against its score for an expert."
     panels.append(
         album.panel(pictures.tissue_correlation(correlation_RE), "tissue-correlation", "Whole scans.", caption)
@@ -68,7 +75,7 @@ def _regions(page: Page, evaluation: Evaluation, album: Album) -> None:
     page.section("Tissues and experts", lead, [*blocks, grid(panels)])
 
 
-def region_probes(evaluation: Evaluation) -> dict[str, Array]:
+def _region_probes(evaluation: Evaluation) -> dict[str, Array]:
     """Mean scores (3, E) by epoch, as the first fold wrote them down while it learnt."""
     first = evaluation.outputs.splits.fold_names[0]
     path = evaluation.folder / "folds" / first / "metrics.jsonl"
@@ -82,8 +89,6 @@ def region_probes(evaluation: Evaluation) -> dict[str, Array]:
 
 
 def _ranked(score_E: Array) -> list[str]:
-    from ermoe.brain.regions import expert_name
-
     order = np.argsort(-score_E, kind="stable")
     return [f"{expert_name(int(expert))} ({score_E[expert]:.2f})" for expert in order]
 
@@ -93,20 +98,20 @@ def _held_out_scans(evaluation: Evaluation, fold: int, most: int) -> Sequence[Sc
     return [evaluation.outputs.scans[int(row)] for row in rows]
 
 
-def _correlation(evaluation: Evaluation, most: int = 20) -> Array:
+def _correlation(evaluation: Evaluation, compute: Compute, most: int = 20) -> Array:
     fold = evaluation.outputs.tested()[0]
     network: Any = list(evaluation.model.networks.values())[fold]
     volumes = ScanSet(evaluation.cache, _held_out_scans(evaluation, fold, most), evaluation.model.input)
-    return tissue_score_correlation(network, volumes, patch_size=evaluation.model.patch_size).numpy()
+    return tissue_score_correlation(network, volumes, compute, patch_size=evaluation.model.patch_size).numpy()
 
 
-def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int) -> None:
+def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int, compute: Compute) -> None:
     fold = evaluation.outputs.tested()[0]
     network: Any = list(evaluation.model.networks.values())[fold]
     scans = _held_out_scans(evaluation, fold, most)
     volumes = ScanSet(evaluation.cache, scans, evaluation.model.input)
     patch_size = evaluation.model.patch_size
-    change_xyz = occlusion_map(network, evaluation.model.head, volumes, patch_size=patch_size)
+    change_xyz = occlusion_map(network, evaluation.model.head, volumes, compute, patch_size=patch_size)
     mean_XYZ = np.mean([np.asarray(evaluation.cache.volume(scan).t1_XYZ, dtype=np.float64) for scan in scans], axis=0)
     drawing = pictures.occlusion(change_xyz, mean_XYZ, patch_size)
     strongest = float(np.nanmax(np.abs(change_xyz)))
@@ -116,3 +121,61 @@ def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int) -> N
         "Each cube is hidden in turn. Red: without it the brain looks older, so the cube made it look younger.",
         [grid([album.panel(drawing, "occlusion", "Occlusion map.", caption)])],
     )
+
+
+@torch.no_grad()
+def occlusion_map(
+    model: nn.Module,
+    head: AgeHead,
+    volumes: ScanSet,
+    compute: Compute | None = None,
+    *,
+    patch_size: int,
+    batch_size: int = 16,
+) -> NDArray[np.float64]:
+    """Mean change of the predicted age in years when a cube is hidden, (x, y, z) cubes; NaN where no brain is.
+
+    ``patch_size`` is the edge of a cube in voxels of the volume.
+
+    A hidden cube has no voxels and no mask, so a transformer does not see its token, and a convolution sees background.
+    """
+    model.eval()
+    patch_size //= reduction(volumes.kind)
+    changes = [
+        _changes(model, head, batch, patch_size, batch_size)
+        for (batch,) in every_scan(volumes, compute, batch_size=1).epoch()
+    ]
+    stacked = np.stack(changes)
+    known = ~np.isnan(stacked)
+    total = np.where(known, stacked, 0).sum(0)
+    return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)
+
+
+def _changes(
+    model: nn.Module, head: AgeHead, batch: VolumeBatch, patch_size: int, batch_size: int
+) -> NDArray[np.float64]:
+    volume, mask = batch.input_BCXYZ, batch.mask_BXYZ
+    whole = float(head.age(model(as_model(model, volume), mask).float())[0])
+    grid = tuple(math.ceil(size / patch_size) for size in mask.shape[1:])
+    found = np.full(grid, np.nan)
+    cubes = [cube for cube in np.ndindex(*grid) if bool(mask[0][_voxels(cube, patch_size)].any())]
+    for first in range(0, len(cubes), batch_size):
+        some = cubes[first : first + batch_size]
+        hidden, hidden_mask = _hide(volume, mask, some, patch_size)
+        ages = head.age(model(as_model(model, hidden), hidden_mask).float())
+        for cube, age in zip(some, ages.tolist(), strict=True):
+            found[cube] = age - whole
+    return found
+
+
+def _hide(volume: Tensor, mask: Tensor, cubes: Sequence[tuple[int, ...]], patch_size: int) -> tuple[Tensor, Tensor]:
+    hidden = volume.repeat(len(cubes), 1, 1, 1, 1)
+    hidden_mask = mask.repeat(len(cubes), 1, 1, 1)
+    for row, cube in enumerate(cubes):
+        hidden[row][(slice(None), *_voxels(cube, patch_size))] = 0
+        hidden_mask[row][_voxels(cube, patch_size)] = False
+    return hidden, hidden_mask
+
+
+def _voxels(cube: tuple[int, ...], patch_size: int) -> tuple[slice, ...]:
+    return tuple(slice(patch_size * edge, patch_size * (edge + 1)) for edge in cube)

@@ -72,4 +72,4 @@ def trained(setup: Setup, method: str, seed: int) -> Path:
 def evaluation(setup: Setup, method: str, seed: int, *, calibration_fit: str = "held-out") -> Evaluation:
     """A finished run, read back."""
     folder = trained(setup, method, seed)
-    return Evaluation.of(folder, cache=setup.work / "volumes", calibration_fit=calibration_fit)
+    return Evaluation.read(folder, cache=setup.work / "volumes", calibration_fit=calibration_fit)

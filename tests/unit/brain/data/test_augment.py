@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("monai")
 
-from ermoe.brain.data.augment import VolumeAugmentation
-from ermoe.brain.data.intensity import normalise
+from ermoe.brain.data.preprocess import normalise
+from ermoe.brain.data.settings import VolumeAugmentation
 from ermoe.errors import UserError
 from support.scans import head
 

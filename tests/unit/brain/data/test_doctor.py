@@ -16,10 +16,11 @@ from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 from ermoe.brain.data import mask as masks
 from ermoe.brain.data.cohort import open_cohort, open_scans
 from ermoe.brain.data.confounds import confounds, left_out_errors
+from ermoe.brain.data.mask import looks_like_t1
 from ermoe.brain.data.preprocess import Preprocessing, prepare
-from ermoe.brain.data.problems import stop_at_errors
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.weighting import looks_like_t1
+from ermoe.brain.data.scans import stop_at_errors
+from ermoe.brain.data.settings import CohortOptions
 from ermoe.brain.data_commands import Doctor
 from ermoe.errors import UserError
 from support.scans import bids_set, head, rewrite, save, truncate, unpacked
@@ -268,7 +269,7 @@ def test_only_what_predicts_age_is_called_a_confound():
 def run_doctor(*scans, **options):
     text = io.StringIO()
     try:
-        Doctor(tuple(map(str, scans)), **options)(Console(file=text, width=200))
+        Doctor(tuple(map(str, scans)), cohort=CohortOptions(**options))(Console(file=text, width=200))
     except UserError as refusal:
         text.write(f"ermoe: {refusal}")
     return text.getvalue()

@@ -10,6 +10,7 @@ pytest.importorskip("nibabel")
 
 from ermoe.brain.data.preprocess import Preprocessing, isolate, prepare
 from ermoe.errors import UserError
+from ermoe.plain import from_json, to_json
 from support.scans import CODES, head, save
 from support.stored_scans import all_ways_to_store, padded, stored, turned
 
@@ -137,5 +138,5 @@ def test_nonsense_is_refused(options, message):
 
 
 def test_unknown_stored_options_are_refused():
-    with pytest.raises(UserError, match="unknown keys denoise"):
-        Preprocessing.from_dict(Preprocessing().to_dict() | {"denoise": True})
+    with pytest.raises(UserError, match="unknown settings denoise"):
+        from_json(Preprocessing, {**to_json(Preprocessing()), "denoise": True}, source="brain_age.json")

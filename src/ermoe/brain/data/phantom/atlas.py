@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from ermoe.brain.data.grid import Grid, sample
 from ermoe.brain.data.nifti import Image
+from ermoe.brain.data.preprocess import Grid, sample
 from ermoe.errors import UserError
 
 Float = NDArray[np.float32]

@@ -17,9 +17,8 @@ from ermoe.brain.data.phantom.anatomy import Anatomy, grow
 from ermoe.brain.data.phantom.atlas import atlas
 from ermoe.brain.data.phantom.people import Person, Visit, draw_person
 from ermoe.brain.data.phantom.picture import brain_mask_of, scan_image
-from ermoe.brain.data.phantom.tables import write_tables
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import replacing, write_json
 
 _GRID_MM = (182.0, 218.0, 182.0)
 _SHARE_LEVELS = 255
@@ -95,8 +94,7 @@ def _claim(root: Path, recipe: Mapping[str, Any]) -> None:
             raise UserError(f"{root} holds a data set of another recipe ({known}): choose another folder, or delete it")
     elif root.is_dir() and any(root.iterdir()):
         raise UserError(f"{root} is not empty: choose a new folder")
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(description, indent=2) + "\n")
+    write_json(path, description)
 
 
 def _visit(root: Path, person: Person, visit: Visit, spacing_mm: float) -> dict[str, Any]:
@@ -116,8 +114,7 @@ def _visit(root: Path, person: Person, visit: Visit, spacing_mm: float) -> dict[
         _write(maps / f"{name}_label-{label}_probseg.nii.gz", levels, anatomy.affine, slope=1 / _SHARE_LEVELS)
     _write(maps / f"{name}_desc-brain_mask.nii.gz", brain_mask_of(anatomy).astype(np.uint8), anatomy.affine)
     truth = _truth(anatomy, person, visit, spacing_mm)
-    with replacing(record) as draft:
-        draft.write_text(json.dumps({"Type": "Brain", "Truth": truth}, indent=1))
+    write_json(record, {"Type": "Brain", "Truth": truth})
     _write(t1, image, anatomy.affine)  # last, because it marks the visit as complete
     return truth
 
@@ -151,3 +148,89 @@ def _write(path: Path, data: NDArray[Any], affine: NDArray[np.float64], *, slope
     with replacing(path) as draft:
         # Without a time in the gzip header equal phantoms are equal files.
         draft.write_bytes(gzip.compress(image.to_bytes(), compresslevel=3, mtime=0))
+
+
+_README = """Synthetic T1-weighted scans of ageing brains. Nobody was scanned.
+
+Made by `ermoe brain synthesize` from the ICBM152 tissue maps: an individual shape, ventricles that grow, cortex that
+thins, lesions that come with age, and three scanners (sites A, B, C). The age effects are designed in, so a result on
+these scans is a test of software and no evidence about brains.
+
+derivatives/synth has the brain masks and the tissue maps, derivatives/truth what a scan truly shows: volumes and the
+gap between brain age and age, which nothing else reveals.
+"""
+
+_COLUMNS = {
+    "age": {"Description": "age at the first visit", "Units": "years"},
+    "sex": {"Levels": {"M": "male", "F": "female"}},
+    "site": {"Description": "simulated scanner, with its own blur, noise and intensity scale"},
+    "icv": {"Description": "intracranial volume the head was made with", "Units": "mL"},
+}
+
+_TRUTH = {
+    "age": {"Description": "age at the visit", "Units": "years"},
+    "gap": {"Description": "brain age, which drives all ageing effects, minus age", "Units": "years"},
+    "wm_ml": {"Description": "white matter", "Units": "mL"},
+    "gm_ml": {"Description": "grey matter", "Units": "mL"},
+    "csf_ml": {"Description": "cerebrospinal fluid, ventricles included", "Units": "mL"},
+    "ventricle_percent": {"Description": "lateral ventricles in per cent of the intracranial volume"},
+    "lesion_ml": {"Description": "white-matter lesions", "Units": "mL"},
+}
+
+
+def write_tables(root: Path, people: Sequence[Person], truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
+    """Everything but images."""
+    _text(root / "README", _README)
+    write_json(root / "participants.json", _COLUMNS)
+    rows = [[p.participant_id, f"{p.visits[0].age:.2f}", p.sex, p.site, f"{p.icv_ml:.1f}"] for p in people]
+    _table(root / "participants.tsv", ["participant_id", "age", "sex", "site", "icv"], rows)
+    if has_sessions:
+        for person in people:
+            visits = [[str(visit.session_id), f"{visit.age:.2f}"] for visit in person.visits]
+            path = root / person.participant_id / f"{person.participant_id}_sessions.tsv"
+            _table(path, ["session_id", "age"], visits)
+        write_json(root / "sessions.json", {"age": {"Description": "age at the visit", "Units": "years"}})
+    for name, purpose in (("synth", "masks and tissue maps"), ("truth", "what the scans truly show")):
+        write_json(root / "derivatives" / name / "dataset_description.json", _derivative(name, purpose))
+        _text(
+            root / "derivatives" / name / "README", f"Of a synthetic phantom cohort: {purpose}. Nobody was scanned.\n"
+        )
+    _write_truth(root / "derivatives" / "truth", truth, has_sessions=has_sessions)
+
+
+def _write_truth(root: Path, truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
+    """What each visit truly shows: a table of people, or of each person's sessions."""
+    columns = [name for name in truth[0] if name not in ("participant_id", "session_id")]
+    write_json(
+        root / ("sessions.json" if has_sessions else "phenotype/truth.json"), {name: _TRUTH[name] for name in columns}
+    )
+    by_person: dict[str, list[dict[str, Any]]] = {}
+    for record in truth:
+        by_person.setdefault(record["participant_id"], []).append(record)
+    if not has_sessions:
+        rows = [[person, *(str(first[name]) for name in columns)] for person, (first,) in by_person.items()]
+        _table(root / "phenotype" / "truth.tsv", ["participant_id", *columns], rows)
+        return
+    _table(root / "participants.tsv", ["participant_id"], [[person] for person in by_person])
+    for person, visits in by_person.items():
+        rows = [[visit["session_id"], *(str(visit[name]) for name in columns)] for visit in visits]
+        _table(root / person / f"{person}_sessions.tsv", ["session_id", *columns], rows)
+
+
+def _derivative(name: str, purpose: str) -> dict[str, Any]:
+    return {
+        "Name": f"Synthetic phantom cohort: {purpose}",
+        "BIDSVersion": "1.10.0",
+        "DatasetType": "derivative",
+        "License": "CC0",
+        "GeneratedBy": [{"Name": f"ermoe-{name}"}],
+    }
+
+
+def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    _text(path, "".join("\t".join(row) + "\n" for row in [columns, *rows]))
+
+
+def _text(path: Path, content: str) -> None:
+    with replacing(path) as draft:
+        draft.write_text(content, encoding="utf-8")

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from ermoe.brain.data.phantom.anatomy import Anatomy
-from ermoe.brain.data.phantom.fields import smooth_field
+from ermoe.brain.data.phantom.anatomy import Anatomy, smooth_field
 from ermoe.brain.data.phantom.people import Person, Visit
 
 
@@ -65,8 +64,8 @@ def _lesions(anatomy: Anatomy, volume_ml: float, spacing_mm: float, rng: np.rand
     number = min(round(volume_ml * 1000 / spacing_mm**3), white.size - 1)
     if number < 1:
         return np.zeros_like(patches)
-    liking = patches.ravel()[white] - anatomy.ventricle_distance_XYZ.ravel()[white] / 12
-    chosen = white[np.argpartition(-liking, number)[:number]]
+    proneness = patches.ravel()[white] - anatomy.ventricle_distance_XYZ.ravel()[white] / 12
+    chosen = white[np.argpartition(-proneness, number)[:number]]
     lesion = np.zeros(patches.size, np.float32)
     lesion[chosen] = 1
     return ndimage.gaussian_filter(lesion.reshape(patches.shape), 0.7)

@@ -1,24 +1,79 @@
-"""Ages and sexes as tables spell them, read strictly: what is not certain is reported and not guessed."""
+"""Tables as labs keep them: TSV or CSV, "n/a" for what is missing; ages and sexes are read strictly, never guessed."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ermoe.brain.data.problems import Problem
-from ermoe.brain.data.scans import Sex
+from ermoe.brain.data.scans import SEX_WORDS, Problem, Sex, plain_code
 from ermoe.errors import UserError
 
+_MISSING = {"", "n/a", "na", "nan", "none", "null", "."}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of a file. Column names are in lower case, because "Age" and "age" mean the same."""
+
+    path: Path
+    columns: tuple[str, ...]
+    rows: tuple[dict[str, str], ...]
+
+    def has(self, column: str) -> bool:
+        return column in self.columns
+
+
+def given(cell: str | None) -> str | None:
+    """The text of a cell, or None if it stands for a missing value.
+
+    >>> given(" 38.8 "), given("n/a"), given(None)
+    ('38.8', None, None)
+    """
+    text = (cell or "").strip()
+    return None if text.casefold() in _MISSING else text
+
+
+def read_table(path: Path) -> Table:
+    """Reads a TSV or CSV (comma, semicolon or tab) with a header line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text: save it as a UTF-8 TSV or CSV") from None
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror}") from problem
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"{path} is empty: it needs a header line and one row a person")
+    delimiter = _delimiter(path, lines[0])
+    header, *body = csv.reader(lines, delimiter=delimiter)
+    columns = tuple(name.strip().casefold() for name in header)
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise UserError(f"{path} has the column {twice[0]!r} twice: rename or delete one")
+    return Table(path, columns, tuple(_row(path, columns, number, cells) for number, cells in enumerate(body, start=2)))
+
+
+def _delimiter(path: Path, header: str) -> str:
+    if path.suffix.casefold() == ".tsv":
+        return "\t"
+    return max("\t;,", key=header.count)
+
+
+def _row(path: Path, columns: tuple[str, ...], number: int, cells: list[str]) -> dict[str, str]:
+    if len(cells) != len(columns):
+        raise UserError(
+            f"{path} has {len(cells)} cells in line {number} and {len(columns)} columns in its header: "
+            "every row needs a cell for every column, n/a where nothing is known"
+        )
+    return dict(zip(columns, (cell.strip() for cell in cells), strict=True))
+
+
 OLDEST = 120.0
-_WORDS: dict[str, Sex] = {
-    "m": "M", "male": "M", "man": "M", "boy": "M",
-    "f": "F", "female": "F", "woman": "F", "girl": "F", "w": "F",
-    "o": "other", "other": "other", "intersex": "other", "x": "other", "nonbinary": "other", "non-binary": "other",
-}  # fmt: skip
 _LIMIT = re.compile(r"^(?:[<>≥≤]=?\s*\d|\d+(?:\.\d+)?\s*(?:\+|or (?:older|more)|and (?:older|over)))", re.IGNORECASE)
 
 
@@ -76,33 +131,18 @@ class SexReader:
     declared: Mapping[str, Sex] = field(default_factory=dict)
 
     def __call__(self, text: str) -> Sex:
-        code = _plain(text)
+        code = plain_code(text)
         if code in self.declared:
             return self.declared[code]
-        if code in _WORDS:
-            return _WORDS[code]
+        if code in SEX_WORDS:
+            return SEX_WORDS[code]
         raise SexError(f"gives the sex {text!r}, whose meaning is not declared")
-
-
-def sex_coding_from(pairs: Sequence[str]) -> dict[str, Sex]:
-    """What ``--sex-coding`` says.
-
-    >>> sex_coding_from(["1=M", "2=F"])
-    {'1': 'M', '2': 'F'}
-    """
-    coding: dict[str, Sex] = {}
-    for pair in pairs:
-        code, _, word = pair.partition("=")
-        if _plain(word) not in _WORDS or not code.strip():
-            raise UserError(f"--sex-coding {pair!r}: write which code means what, as in 1=M 2=F")
-        coding[_plain(code)] = _WORDS[_plain(word)]
-    return coding
 
 
 def declared_sexes(sidecar: Path) -> dict[str, Sex]:
     """The sexes among the ``Levels`` of a participants.json; empty without one."""
     levels = _column(_sidecar(sidecar), "sex").get("Levels", {})
-    found = {_plain(code): _described(text) for code, text in levels.items()} if isinstance(levels, dict) else {}
+    found = {plain_code(code): _described(text) for code, text in levels.items()} if isinstance(levels, dict) else {}
     return {code: sex for code, sex in found.items() if sex is not None}
 
 
@@ -135,12 +175,7 @@ def _described(level: Any) -> Sex | None:
     """The sex that the text of a level speaks of; a level may be a text or an object with a description."""
     text = " ".join(map(str, level.values())) if isinstance(level, dict) else str(level)
     words = set(re.findall(r"[a-z-]+", text.casefold()))
-    sexes = {_WORDS[word] for word in words if word in _WORDS and len(word) > 1} or {
-        _WORDS[word] for word in words if word in _WORDS
+    sexes = {SEX_WORDS[word] for word in words if word in SEX_WORDS and len(word) > 1} or {
+        SEX_WORDS[word] for word in words if word in SEX_WORDS
     }
     return sexes.pop() if len(sexes) == 1 else None
-
-
-def _plain(code: str) -> str:
-    code = code.strip().casefold()
-    return code[:-2] if re.fullmatch(r"\d+\.0", code) else code
