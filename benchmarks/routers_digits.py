@@ -61,6 +61,7 @@ class Budget:
     rate: float = 3e-3
     decay: float = 0.05
     threads: int = 2
+    out: Path = RESULTS
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,13 @@ def table(records: list[Record]) -> Table:
 def main(budget: Budget) -> None:
     torch.set_num_threads(budget.threads)
     data = digits()
-    settings = {name: value for name, value in asdict(budget).items() if name not in ("seeds", "threads")}
+    settings = {name: value for name, value in asdict(budget).items() if name not in ("seeds", "threads", "out")}
     jobs = [
         Job(method, seed, partial(figures_of_run, method, seed, data, budget), {**settings, "sparsity": sparsity})
         for seed in range(1, budget.seeds + 1)
         for method, sparsity in METHODS.items()
     ]
-    print(table(run_queue("routers_digits", jobs, RESULTS / "routers_digits.jsonl")).markdown())
+    print(table(run_queue("routers_digits", jobs, budget.out / "routers_digits.jsonl")).markdown())
 
 
 if __name__ == "__main__":

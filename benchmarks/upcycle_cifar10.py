@@ -54,6 +54,7 @@ class Options:
     dense_rate: float = 1e-3
     tune_rate: float = 3e-4
     threads: int = 2
+    out: Path = RESULTS
     cache: Path = Path("runs/upcycle_cifar10")
     """Where the dense starts are kept."""
 
@@ -210,7 +211,7 @@ def main(options: Options) -> None:
         for seed in range(options.seeds)
         for variant in VARIANTS
     ]
-    print(table(run_queue("upcycle_cifar10", jobs, RESULTS / "upcycle_cifar10.jsonl")).markdown())
+    print(table(run_queue("upcycle_cifar10", jobs, options.out / "upcycle_cifar10.jsonl")).markdown())
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def as_json(value: Any) -> Any:
 
 def command_line() -> str:
     """What was typed to come here."""
-    script = Path(sys.argv[0])
+    script = Path(sys.argv[0]).resolve()
     is_script = script.suffix == ".py" and script.name != "__main__.py"
     program = ["python", f"{script.parent.name}/{script.name}"] if is_script else ["ermoe"]
     return shlex.join([*program, *sys.argv[1:]])

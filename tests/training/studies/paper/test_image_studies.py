@@ -10,11 +10,12 @@ from rich.console import Console
 
 from ermoe.data.catalogue import open_images
 from ermoe.errors import UserError
+from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import recipe
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import moe_layers
 from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
-from ermoe.studies.paper.images import PAPER_RULE, Source, Variant
+from ermoe.studies.paper.images import PAPER_RULE, Variant
 from ermoe.studies.paper.study import Setup, run
 from ermoe.studies.record import RECORDS
 
@@ -42,7 +43,7 @@ def setup(tmp_path, work, monkeypatch):
         epochs = 2 if method in ("single-gated", "deep-moe") else 1
         return replace(chosen, training=replace(chosen.training, epochs=epochs, batch_size=50, warmup_epochs=0.0))
 
-    data = Source("few", few("train", 100), few("test", 60))
+    data = LabelledImages("few", few("train", 100), few("test", 60))
     monkeypatch.setattr(images, "base_recipe", brief)
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
     monkeypatch.setattr(images, "_workers", lambda data: 0)
@@ -109,7 +110,7 @@ def test_a_trained_model_is_the_averaged_one_that_was_evaluated(setup):
 
 
 def test_halves_share_no_class_and_lose_no_image():
-    data = Source("digits", open_images("digits", "train"), open_images("digits", "test"))
+    data = LabelledImages("digits", open_images("digits", "train"), open_images("digits", "test"))
     first, second = images.halves(data)
     assert first.train.classes == list("01234")
     assert second.train.classes == list("56789")
@@ -157,7 +158,7 @@ def test_times_of_a_pass_are_ratios_to_two_experts(setup):
 
 @pytest.mark.parametrize("name", ablation.ROWS)
 def test_every_row_of_the_ablation_can_be_built_at_full_scale(name):
-    data = Source("none", few("train", 1), few("test", 1))
+    data = LabelledImages("none", few("train", 1), few("test", 1))
     chosen = images.recipe_of(Setup(scale="full"), ablation.ROWS[name][0], 1, data)
     with torch.device("meta"):
         dense = timm.create_model(chosen.architecture, **chosen.model_args)
