@@ -17,8 +17,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _Word = tyro.conf.Positional
-_Protocol = Literal[
-    "coco-karpathy-5k", "coco-val2017-5k", "flickr30k-karpathy-1k", "flickr30k-full-31k", "flickr8k-1k", "custom"
+_Model = Annotated[
+    str,
+    _Word,
+    tyro.conf.arg(metavar="MODEL", help="A run folder, a model folder, or a repository of the Hugging Face hub."),
+]
+_Data = Annotated[
+    Path,
+    _Word,
+    tyro.conf.arg(metavar="DATA", help="A data set's folder, a caption file, or a folder of webdataset's shards."),
+]
+_Protocol = Annotated[
+    Literal[
+        "coco-karpathy-5k", "coco-val2017-5k", "flickr30k-karpathy-1k", "flickr30k-full-31k", "flickr8k-1k", "custom"
+    ],
+    tyro.conf.arg(help="Which images and captions; sizes are checked."),
+]
+_ImageFolder = Annotated[
+    Path | None, tyro.conf.arg(help="Where the images are, if not in one of the usual folders beside the captions.")
 ]
 
 
@@ -33,14 +49,11 @@ class Train:
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
     """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, tiny, openai-b16, laion-b16, imagenet-b16 and
     METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip, FAMILY-fix-clip-style."""
-    data: Annotated[Path, _Word, tyro.conf.arg(metavar="DATA")]
-    """The folder of a data set, a caption file, or a folder of webdataset's shards."""
+    data: _Data
     recipe: RetrievalRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
     protocol: _Protocol = "custom"
-    """Which images and captions; sizes are checked."""
-    images: Path | None = None
-    """The folder of the image files, where it is not one of the usual ones beside the captions."""
+    images: _ImageFolder = None
     cache: bool = False
     """Decode all images once and keep them in memory; no workers are needed then."""
     out: Path | None = None
@@ -69,17 +82,13 @@ class Train:
 class Evaluate:
     """Recall in both directions under a named protocol. A pool with training images is refused; test is read once."""
 
-    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a model folder, or a repository of the Hugging Face hub."""
-    data: Annotated[Path, _Word, tyro.conf.arg(metavar="DATA")]
-    """The folder of a data set, a caption file, or a folder of webdataset's shards."""
+    model: _Model
+    data: _Data
     machine: Machine = field(default_factory=Machine)
     protocol: _Protocol = "custom"
-    """Which images and captions; sizes are checked."""
     split: Literal["test", "dev", "all"] = "test"
     """"all" takes every image of a custom set."""
-    images: Path | None = None
-    """The folder of the image files, where it is not one of the usual ones beside the captions."""
+    images: _ImageFolder = None
     again: bool = False
     """Read the split another time; the record counts it."""
     report: Path | None = None
@@ -114,8 +123,7 @@ class Evaluate:
 class BuildIndex:
     """Encode every image below a folder once, to search among them."""
 
-    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a model folder, or a repository of the Hugging Face hub."""
+    model: _Model
     images: Annotated[Path, _Word, tyro.conf.arg(metavar="IMAGES")]
     """A folder of image files."""
     machine: Machine = field(default_factory=Machine)
@@ -178,8 +186,7 @@ class Search:
 class Classify:
     """Name what images show by comparing them with class names; no training."""
 
-    model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a model folder, or a repository of the Hugging Face hub."""
+    model: _Model
     images: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="[IMAGE…]")] = ()
     """Image files."""
     machine: Machine = field(default_factory=Machine)

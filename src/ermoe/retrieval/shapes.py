@@ -8,7 +8,6 @@ Letters: S pixels of a side.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ermoe.files import replacing
+from ermoe.files import write_json
 
 COLOURS = {
     "red": (214, 45, 40),
@@ -104,6 +103,5 @@ def write_shapes(
             sentences = [{"raw": caption} for caption in made.captions]
             entries.append({"filename": name, "split": split, "sentences": sentences, "imgid": index})
             index += 1
-    with replacing(listing) as draft:
-        draft.write_text(json.dumps({"dataset": "shapes", "images": entries}) + "\n", encoding="utf-8")
+    write_json(listing, {"dataset": "shapes", "images": entries})
     return folder

@@ -103,16 +103,17 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
 def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a ViT under timm's names, from whichever dialect they are in."""
     if any(name.startswith("Transformer/") for name in state):
-        return _join_qkv(_translate(_from_google(state), _GOOGLE))
+        return _join_qkv(translate(_from_google(state), _GOOGLE))
     if "conv_proj.weight" in state:
-        return _translate(state, _TORCHVISION)
+        return translate(state, _TORCHVISION)
     if any(name.endswith("patch_embeddings.projection.weight") for name in state):
         pooled = {name: tensor for name, tensor in state.items() if not name.startswith(("pooler.", "vit.pooler."))}
-        return _join_qkv(_translate(pooled, _HUGGING_FACE))
+        return _join_qkv(translate(pooled, _HUGGING_FACE))
     return state
 
 
-def _translate(state: dict[str, Tensor], translation: Translation) -> dict[str, Tensor]:
+def translate(state: dict[str, Tensor], translation: Translation) -> dict[str, Tensor]:
+    """Weights under other names: every pattern of a translation is replaced in turn."""
     renamed = {}
     for name, tensor in state.items():
         for pattern, replacement in translation:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from ermoe.data.reading import read_text
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.schema import Annotation
-from ermoe.retrieval.captions.text_files import checked_caption, is_broken, one_split, read_json
+from ermoe.retrieval.captions.schema import Annotation, checked_caption, is_broken, one_split
 
 
 def read(path: Path) -> list[Annotation]:
     """The images of a JSON file in the order in which it lists them."""
-    content = read_json(path)
+    content = _json(path)
     try:
         if isinstance(content, list):
             return _plain_list(content, path)
@@ -28,6 +29,17 @@ def read(path: Path) -> list[Annotation]:
         f"{path} is no caption file: need COCO's {{images, annotations}}, Karpathy's {{images: [{{sentences}}]}} or a "
         "list of {image, caption}"
     )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as problem:
+        raise UserError(
+            f"{path} is no valid JSON (line {problem.lineno}: {problem.msg}): copy or download it again"
+        ) from problem
+    except RecursionError as problem:
+        raise UserError(f"{path} is nested too deeply for a caption file: name another") from problem
 
 
 def _coco(content: dict[str, Any], path: Path) -> list[Annotation]:

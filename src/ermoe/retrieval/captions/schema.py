@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ermoe.data.images import Images
 from ermoe.data.order import Indices
 from ermoe.data.randomness import hashed
+from ermoe.errors import UserError
 
 _CAPTIONS = 101  # a stream of numbers of its own, beside those of augmentation
 
@@ -30,6 +32,28 @@ class Annotation:
     file: str
     captions: tuple[str, ...]
     split: str = ""
+
+
+def one_split(splits: dict[str, str], file: str, split: str, where: str) -> None:
+    """Notes the split of an image, which may not be in two."""
+    if splits.setdefault(file, split) != split:
+        raise UserError(f"{where}: image {file} is in the splits {splits[file]!r} and {split!r}; decide for one")
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text holds a lone surrogate, half of a character, which JSON may and no file can."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def checked_caption(text: Any, where: str) -> str:
+    """A caption without surrounding white space; ``where`` says whose it is."""
+    if not isinstance(text, str):
+        raise UserError(f"{where}: a caption is {text!r}, not text; mend the file")
+    if not text.strip():
+        raise UserError(f"{where}: a caption is empty; write one, or remove its entry")
+    if is_broken(text):
+        raise UserError(f"{where}: a caption holds half of a character ({text!r}); mend the file")
+    return " ".join(text.split())
 
 
 class CaptionSet:

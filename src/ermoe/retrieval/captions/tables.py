@@ -16,8 +16,7 @@ from pathlib import Path
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.reading import read_text
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.schema import Annotation
-from ermoe.retrieval.captions.text_files import checked_caption, one_split
+from ermoe.retrieval.captions.schema import Annotation, checked_caption, one_split
 
 _TOKEN = re.compile(r"^(?P<file>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)$")
 _FILE = ("image", "image_name", "filepath", "file_path", "filename", "file_name", "file", "img", "image_path")

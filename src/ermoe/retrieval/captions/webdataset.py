@@ -12,8 +12,7 @@ from ermoe.data import shards as tar_shards
 from ermoe.data.shards import ImagesInShards, Pair, pairs, read_part
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.ids import bytes_id, named_id
-from ermoe.retrieval.captions.schema import Annotation
-from ermoe.retrieval.captions.text_files import checked_caption
+from ermoe.retrieval.captions.schema import Annotation, checked_caption
 
 SPLITS = {"train": ("train",), "dev": ("dev", "val", "validation"), "test": ("test",)}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ermoe.errors import UserError
 from ermoe.models.sparse_block import SparseBlock
 from ermoe.models.weights.checkpoints import read_checkpoint
-from ermoe.models.weights.foreign import Translation, fit_sizes
+from ermoe.models.weights.foreign import Translation, fit_sizes, translate
 from ermoe.models.weights.state import Fit, load_state
 from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
 
@@ -104,7 +104,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     if "visual.proj" in state:
         # A matrix from the left in open_clip's towers, a linear layer in timm's.
         state["visual.proj"] = _turned(state, "visual.proj")
-    state = _renamed(state, (*_OPEN_CLIP_TEXT, *_OPEN_CLIP_IMAGE))
+    state = translate(state, (*_OPEN_CLIP_TEXT, *_OPEN_CLIP_IMAGE))
     if (scale := state.get("logit_scale")) is not None:
         if scale.numel() != 1:
             raise UserError(f"logit_scale has shape {tuple(scale.shape)}, not one number: this is no CLIP checkpoint")
@@ -113,15 +113,6 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if name in state and state[name].dim() == axes:
             state[name] = state[name].reshape(1, -1, state[name].shape[-1])
     return state
-
-
-def _renamed(state: dict[str, Tensor], translation: Translation) -> dict[str, Tensor]:
-    renamed = {}
-    for name, tensor in state.items():
-        for pattern, replacement in translation:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
-    return renamed
 
 
 def _from_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,7 +130,7 @@ def _from_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
             joined[name] = _turned(state, name)
         else:
             joined[name] = tensor
-    return _renamed(joined, _HUGGING_FACE)
+    return translate(joined, _HUGGING_FACE)
 
 
 def _turned(state: dict[str, Tensor], name: str) -> Tensor:
