@@ -13,8 +13,8 @@ class UserError(ValueError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """What to raise for a name that does not exist: says which was probably meant, and which there are.
 
-    >>> str(unknown_name("preset", "smal", ["small", "tiny"]))
-    "there is no preset 'smal': did you mean small? There are small, tiny"
+    >>> str(unknown_name("preset", "tinny", ["small", "tiny"]))
+    "there is no preset 'tinny': did you mean tiny? There are small, tiny"
     """
     known = list(known)
     nearest = difflib.get_close_matches(name, known, n=1)

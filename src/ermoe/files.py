@@ -14,9 +14,6 @@ from typing import Any
 
 from ermoe.errors import UserError
 
-Json = dict[str, Any]
-"""An object in a JSON file: keys and plain values, lists and objects of such."""
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
 

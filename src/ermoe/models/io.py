@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import Json, replacing
+from ermoe.files import replacing
 from ermoe.models.weights.checkpoints import first_line, read_checkpoint
 from ermoe.models.weights.rebuild import describe, is_registered, rebuild
 from ermoe.models.weights.state import load_state
+from ermoe.plain import Json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.nn import ContextAttention
+from ermoe.plain import Json
 
 
 class FeedForward(nn.Module):

@@ -57,6 +57,8 @@ class Run:
     """Folder for trained models, which studies share."""
     threads: int = 0
     """CPU threads; 0 leaves that to torch."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto is the accelerator if there is one."""
 
     def __call__(self, console: Console) -> None:
         from ermoe.studies.paper.catalogue import find
@@ -74,6 +76,7 @@ class Run:
                 weights=self.weights,
                 pretrain=self.pretrain,
                 epochs=self.epochs,
+                device=self.device,
                 console=console,
             ),
         )

@@ -9,9 +9,9 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
+from ermoe.plain import Json
 
 
 class Family(Protocol):

@@ -14,10 +14,10 @@ from transformers.models.vit import modeling_vit
 from transformers.models.vit.modeling_vit import ViTLayer, ViTMLP
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
+from ermoe.plain import Json
 
 
 class SparseViTLayer(SparseBlock, ViTLayer):

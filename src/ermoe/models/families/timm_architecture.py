@@ -17,9 +17,9 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.families import timm_ffn
 from ermoe.models.sparse_block import dense_network
+from ermoe.plain import Json
 
 _FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 

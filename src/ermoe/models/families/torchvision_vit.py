@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, VisionTransformer
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
+from ermoe.plain import Json
 
 
 class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed

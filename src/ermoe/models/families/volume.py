@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.files import Json
 from ermoe.models.families import named_blocks
 from ermoe.models.ffn import FFN, Linear
 from ermoe.models.sparse_block import SparseBlock
 from ermoe.models.vit3d import FeedForward, ViT3D, VolumeBlock
+from ermoe.plain import Json
 
 
 class SparseVolumeBlock(SparseBlock, VolumeBlock):

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.ffn import FFN
 from ermoe.models.sparse_block import SparseBlock
+from ermoe.plain import Json
 
 SPARSE_BLOCK = SparseBlock
 # Class in config.json -> the address of what builds it.

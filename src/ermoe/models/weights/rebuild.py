@@ -7,13 +7,13 @@ from typing import TypedDict
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.files import Json
 from ermoe.models.families import family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.sparsity import Options
 from ermoe.models.upcycle import upcycle
 from ermoe.models.weights.compare import difference
 from ermoe.nn import Balance
+from ermoe.plain import Json
 
 
 class Description(TypedDict):

@@ -63,7 +63,7 @@ def trained(setup: Setup, method: str, seed: int) -> Path:
             folds=3 if preset == "tiny" else 5,
             cache=setup.work / "volumes",
             check=False,
-            console=setup.console,
+            compute=setup.compute(),
             **changes,
         )
     return folder

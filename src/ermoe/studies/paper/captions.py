@@ -54,7 +54,7 @@ def trained(setup: Setup, study: str, protocol: str, method: str, seed: int, *, 
     """The run folder of one model. A frozen text tower is the one that a dense model learned, or CLIP's own."""
     data = place_of(setup, study)
     folder = setup.trained(slug(data)) / f"{method}-{'tuned' if tuned else 'frozen'}-{seed}"
-    options: dict[str, Any] = {"protocol": protocol, "cache": not setup.is_full, "console": setup.console}
+    options: dict[str, Any] = {"protocol": protocol, "cache": not setup.is_full, "compute": setup.compute()}
     if setup.is_full:
         options |= {"weights": setup.weights, "image_weights": setup.pretrain}
     elif not tuned:
@@ -66,7 +66,7 @@ def trained(setup: Setup, study: str, protocol: str, method: str, seed: int, *, 
 def measure(setup: Setup, study: str, protocol: str, method: str, seed: int, *, tuned: bool = False) -> dict[str, Any]:
     """Recall on the test split, with chance beside it."""
     folder = trained(setup, study, protocol, method, seed, tuned=tuned)
-    record = evaluate(folder, place_of(setup, study), protocol).record
+    record = evaluate(folder, place_of(setup, study), protocol, compute=setup.compute()).record
     return {"figures": record["figures"], "chance": record["chance"], "num_images": record["num_images"]}
 
 

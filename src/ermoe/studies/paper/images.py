@@ -25,7 +25,7 @@ from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
 from ermoe.models.io import load
 from ermoe.studies.paper.study import Setup, slug
-from ermoe.train.compute import Compute
+from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 from ermoe.train.recipe import train
 from ermoe.train.run_folder import RunFolder
@@ -179,10 +179,10 @@ def trained(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> 
     """A variant trained on ``data``, or taken from the folder where another study trained it."""
     chosen = recipe_of(setup, variant, seed, data)
     folder = setup.trained(data.path) / f"{variant.key}-{seed}"
-    compute = Compute(workers=_workers(data), console=setup.console)
+    compute = setup.compute(workers=_workers(data))
     chosen = chosen if variant.prepare is None else _prepared(chosen, variant.prepare)
     figures = train(chosen, data, folder, compute=compute)
-    return Trained(loaded(RunFolder(folder).final, variant), figures, folder)
+    return Trained(loaded(RunFolder(folder).final, variant, compute.device), figures, folder)
 
 
 def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
@@ -199,9 +199,9 @@ def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
     return Prepared(**{name: getattr(chosen, name) for name in Recipe.__slots__})
 
 
-def loaded(folder: str | os.PathLike[str], variant: Variant) -> nn.Module:
+def loaded(folder: str | os.PathLike[str], variant: Variant, device: torch.device | str = "cpu") -> nn.Module:
     """A saved model of a variant, ready for evaluation."""
-    model = load(folder)
+    model = load(folder, device=device)
     if variant.prepare is not None:
         variant.prepare(model)
     return model.eval()
@@ -214,7 +214,8 @@ def _workers(data: LabelledImages) -> int:
 
 def loader_of(model: nn.Module, data: LabelledImages) -> Loader[Batch]:
     """The test images as the model wants them."""
-    return Loader(transform_for(model).of(data.test), batch_size=250, compute=Compute(workers=_workers(data)))
+    compute = Compute(Processes(device=next(model.parameters()).device), workers=_workers(data))
+    return Loader(transform_for(model).of(data.test), batch_size=250, compute=compute)
 
 
 def examined(model: nn.Module, data: LabelledImages) -> tuple[dict[str, float], RoutingRecorder]:

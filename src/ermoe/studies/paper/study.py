@@ -22,6 +22,7 @@ from ermoe.files import replacing
 from ermoe.studies.queue import Job, run_queue
 from ermoe.studies.record import RECORDS, Record, command_line
 from ermoe.studies.tables import Table
+from ermoe.train.compute import Compute, Processes, device_named
 
 SCALES = ("mini", "full")
 
@@ -43,6 +44,7 @@ class Setup:
     weights: str | None = None
     pretrain: str | None = None
     epochs: int | None = None
+    device: str = "auto"
     console: Console = field(default_factory=Console)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class Setup:
     def is_full(self) -> bool:
         """Whether the paper's own sizes are asked for."""
         return self.scale == "full"
+
+    def compute(self, *, workers: int = 0) -> Compute:
+        """Where runs compute, and to whom they speak."""
+        return Compute(Processes(device=device_named(self.device)), workers=workers, console=self.console)
 
     def each_seed(self) -> range:
         """1, 2, …"""
