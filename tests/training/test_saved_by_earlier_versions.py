@@ -165,6 +165,14 @@ class TestRetrievalRun:
             shown = command("retrieve", "search", place / "index", query, *moved)
             assert numbers(r"(\S+\.png)\D+(\d\.\d+)", shown) == pytest.approx(wanted, abs=1.1e-3)
 
+    def test_training_takes_it_for_its_own_run(self, saved, command, tmp_path):
+        """Recipe and data are those of its config.json; another preset's are not."""
+        run = shutil.copytree(saved / "retrieval" / "run", tmp_path / "run")
+        options = (saved / "retrieval" / "shapes", "--epochs", 2, "--workers", 0, "--out", run)
+        assert "rsum" in command("retrieve", "train", "tiny-ermoe", *options)
+        assert expected(run / "config.json") == expected(saved / "retrieval" / "run" / "config.json")
+        assert main(["retrieve", "train", "tiny-dense", *map(str, options)]) == 2
+
     def test_its_evaluation_counts_as_read(self, saved, command, tmp_path):
         run = shutil.copytree(saved / "retrieval" / "run", tmp_path / "run")
         (record,) = run.glob("retrieval-*-test.json")

@@ -208,6 +208,20 @@ def test_training_on_the_command_line(place, tmp_path, capsys):
     assert "flickr8k-1k is 1,000 with 5,000" in capsys.readouterr().err
 
 
+def test_help_shows_the_values_of_the_preset(capsys):
+    for preset, epochs in (("tiny-dense", 2), ("openai-b16-ermoe", 10)):
+        with pytest.raises(SystemExit):
+            main(["retrieve", "train", preset, "--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"passes over the training set. (default: {epochs})" in shown
+        assert "--device {auto,cpu,cuda,mps}" in shown
+
+
+def test_a_misspelt_preset_gets_the_nearest(capsys):
+    assert main(["retrieve", "train", "small-dence", "nowhere"]) == 2
+    assert "did you mean small-dense?" in capsys.readouterr().err
+
+
 def test_a_foreign_file_becomes_a_model_folder(tmp_path, capsys):
     from safetensors.torch import save_file
 
