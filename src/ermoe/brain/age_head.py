@@ -79,7 +79,7 @@ class AgeBins:
     def soft_labels(self, age_B: Tensor) -> Tensor:
         """Probabilities (B, K); an age beyond the bins counts as their end."""
         edge_K = self.edges().to(age_B)
-        age_B1 = age_B.clamp(float(edge_K[0]), float(edge_K[-1])).unsqueeze(1)
+        age_B1 = age_B.clamp(self.low, self.low + self.step * self.num_outputs).unsqueeze(1)
         mass_BK = torch.special.ndtr((edge_K - age_B1) / self.sigma).diff(dim=1)
         return mass_BK / mass_BK.sum(1, keepdim=True)
 

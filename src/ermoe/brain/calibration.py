@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ermoe.errors import UserError
 
-SMALLEST_SLOPE = 0.2
-SMALLEST_GROUP = 10
+_SMALLEST_SLOPE = 0.2
+_SMALLEST_GROUP = 10
 """People below which a sex has no line of its own and takes the pooled one."""
 POOLED = "pooled"
 
@@ -48,10 +48,10 @@ class Line:
         if len(age) < 3 or np.ptp(age) == 0:
             raise UserError(f"a calibration needs at least three scans of different ages, not {len(age)}")
         slope, intercept = np.polyfit(age, np.asarray(predicted_N, dtype=np.float64), 1)
-        if not slope >= SMALLEST_SLOPE:
+        if not slope >= _SMALLEST_SLOPE:
             raise UserError(
                 f"calibration refused: predictions rise by {slope:.2f} years a year of age, and undoing a slope below "
-                f"{SMALLEST_SLOPE} only multiplies noise; read the raw predictions"
+                f"{_SMALLEST_SLOPE} only multiplies noise; read the raw predictions"
             )
         return cls(float(intercept), float(slope), len(age), float(age.min()), float(age.max()))
 
@@ -77,7 +77,7 @@ class AgeCalibration:
         lines = {POOLED: Line.fit(age, predicted)}
         for sex in sorted({sex for sex in sex_N if sex is not None}):
             rows = np.array([other == sex for other in sex_N])
-            if rows.sum() >= SMALLEST_GROUP:
+            if rows.sum() >= _SMALLEST_GROUP:
                 try:
                     lines[sex] = Line.fit(age[rows], predicted[rows])
                 except UserError:

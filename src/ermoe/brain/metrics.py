@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from ermoe.errors import UserError
 
 Array = NDArray[np.float64]
-DRAWS = 2000
+_DRAWS = 2000
 
 LABELS = {
     "mae": "MAE",
@@ -66,7 +66,7 @@ def figures(age_N: ArrayLike, predicted_N: ArrayLike) -> dict[str, float]:
 
 
 def bootstrap(
-    people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, draws: int = DRAWS, seed: int = 0
+    people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, draws: int = _DRAWS, seed: int = 0
 ) -> dict[str, Figure]:
     """The figures with percentile intervals over resampled people: all scans of a person are drawn together.
 
@@ -84,7 +84,7 @@ def bootstrap(
 
 
 def paired_difference(
-    people: Sequence[Hashable], error_a_N: ArrayLike, error_b_N: ArrayLike, *, draws: int = DRAWS, seed: int = 0
+    people: Sequence[Hashable], error_a_N: ArrayLike, error_b_N: ArrayLike, *, draws: int = _DRAWS, seed: int = 0
 ) -> Figure:
     """Mean absolute error of a minus that of b, over the same scans, with an interval over resampled people.
 
@@ -183,7 +183,7 @@ def _as_array(values: ArrayLike) -> Array:
     return array
 
 
-MOST_YEARS = 1.0
+_MOST_YEARS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def retest(people: Sequence[str], age_N: ArrayLike, predicted_N: ArrayLike) -> R
     groups = []
     for person in dict.fromkeys(people):
         rows = np.array([other == person for other in people])
-        near = rows & (age - age[rows].min() < MOST_YEARS)
+        near = rows & (age - age[rows].min() < _MOST_YEARS)
         if near.sum() >= 2:
             groups.append((predicted - age)[near])
     if not groups:

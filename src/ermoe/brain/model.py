@@ -25,7 +25,6 @@ from ermoe.errors import UserError
 from ermoe.files import read_json, write_json
 from ermoe.models.io import load, save
 from ermoe.plain import Json, from_json, to_json
-from ermoe.train.run_folder import RunFolder
 
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
@@ -145,15 +144,15 @@ class BrainAgeModel:
     def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
         folder = Path(place)
-        folder = folder if (folder / _DESCRIPTION).is_file() else RunFolder(folder).final
+        folder = folder if (folder / _DESCRIPTION).is_file() else folder / "model"
         description = _read(folder, place)
         source = str(folder / _DESCRIPTION)
         low, high = description["age_range"]
         return cls(
             networks={name: load(folder / name, device=device).eval() for name in description["folds"]},
+            preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
             head=age_head(description["head"], source=source),
             input=description["input"],
-            preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
             patch_size=description["patch_size"],
             parts={person: tuple(parts) for person, parts in description["parts"].items()},
             age_range=(low, high),

@@ -89,7 +89,8 @@ def predict(
     reader = _Reader(scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str] = set()
-    for scan, volume in zip(scans, prepared(reader, requests, workers=workers), strict=True):
+    volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
+    for scan, volume in zip(scans, volumes, strict=True):
         if isinstance(volume, str):
             yield Prediction.failure(scan, volume)
             continue

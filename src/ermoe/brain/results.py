@@ -25,7 +25,7 @@ from ermoe.files import replacing
 Array = NDArray[np.float64]
 LEVEL = 0.9
 """Of the prediction intervals."""
-CALIBRATION_FITS = ("held-out", "train")
+_CALIBRATION_FITS = ("held-out", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Outputs:
         The validation people of the fold, if it has some; else people whom other folds test, as those folds predict
         them. With ``fit="train"``, as in the paper, the fold's own training people.
         """
-        if fit not in CALIBRATION_FITS:
-            raise UserError(f"calibration fit {fit!r}: use one of {', '.join(CALIBRATION_FITS)}")
+        if fit not in _CALIBRATION_FITS:
+            raise UserError(f"calibration fit {fit!r}: use one of {', '.join(_CALIBRATION_FITS)}")
         if fit == "train":
             yield fold, self.rows(fold, "train")
         elif len(validation := self.rows(fold, "validation")):
@@ -136,7 +136,7 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
         columns["raw"][fold, rows] = raw
         basis = list(outputs.fitting_rows(fold, fit))
         try:
-            calibration = fit_calibration(outputs, basis)
+            calibration = _fit_calibration(outputs, basis)
             columns["pooled"][fold, rows] = calibration.pooled(raw)
             columns["by_sex"][fold, rows] = calibration.by_sex(raw, outputs.sexes(rows))
         except UserError as refusal:
@@ -154,7 +154,7 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
     )  # fmt: skip
 
 
-def fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> AgeCalibration:
+def _fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> AgeCalibration:
     """The lines that certain predictions give."""
     if not basis:
         raise UserError("calibration needs predictions of people it is not applied to: use several folds")
@@ -180,7 +180,7 @@ def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[AgeCalib
     else:
         basis = [pair for fold in outputs.tested() for pair in outputs.fitting_rows(fold, fit)]
     try:
-        calibration = fit_calibration(outputs, basis)
+        calibration = _fit_calibration(outputs, basis)
     except UserError:
         calibration = None
     return calibration, temperature(outputs, basis)
@@ -191,7 +191,7 @@ def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, Ag
     found: dict[str, AgeCalibration | None] = {}
     for fold, name in enumerate(outputs.splits.fold_names):
         try:
-            found[name] = fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))
+            found[name] = _fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))
         except UserError:
             found[name] = None
     return found

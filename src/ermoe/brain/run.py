@@ -98,8 +98,8 @@ def train(
     mask_sources = _prepare(volumes, scans, compute)
     networks, outputs = {}, []
     for fold, name in enumerate(splits.fold_names):
-        own = Fold(chosen, head, volumes, scans, splits, fold, init)
-        networks[name] = learn_fold(own, run.folder / "folds" / name, archive, compute)
+        own = _Fold(chosen, head, volumes, scans, splits, fold, init)
+        networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
         everybody = ScanSet(volumes, scans, chosen.input)
         outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
     results = Outputs(scans, splits, head, torch.stack(outputs))
@@ -129,7 +129,7 @@ def _check_resume(run: RunFolder, resume: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class _Fold:
     """Who learns what in one fold: the recipe, the head, and the people by their parts."""
 
     recipe: Recipe
@@ -159,7 +159,7 @@ class Fold:
         return all(scan.tissue is not None for scan in self.scans)
 
 
-def learn_fold(fold: Fold, folder: Path, archive: Archive, compute: Compute) -> torch.nn.Module:
+def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute) -> torch.nn.Module:
     """The network of one fold, from its training people alone."""
     chosen, head, training = fold.recipe, fold.head, fold.training()
     if is_learnt(folder):

@@ -19,7 +19,7 @@ from ermoe.brain.data.splits import Splits
 Estimate = Callable[[Sequence[Scan], Sequence[Scan]], list[float]]
 """(training scans, other scans) → ages of the others."""
 
-MOST_LEVELS = 12
+_MOST_LEVELS = 12
 """Levels above which a column of the table is no label of a batch but a measurement."""
 
 
@@ -91,7 +91,7 @@ def labels(scans: Sequence[Scan]) -> dict[str, Callable[[Scan], str | None]]:
 def _is_label(values: Sequence[str | None]) -> bool:
     """At least two levels that several scans have, and not too many levels."""
     counts = Counter(value for value in values if value is not None)
-    return sum(count > 1 for count in counts.values()) >= 2 and len(counts) <= MOST_LEVELS
+    return sum(count > 1 for count in counts.values()) >= 2 and len(counts) <= _MOST_LEVELS
 
 
 def _features(cache: VolumeCache, scans: Sequence[Scan]) -> NDArray[np.float64]:

@@ -33,8 +33,8 @@ from ermoe.brain.run import train
 from ermoe.cli.main import main
 from ermoe.console import parse_command
 from ermoe.errors import UserError
-from ermoe.train.compute import Compute
-from ermoe.train.run_folder import read_lines
+from ermoe.train.compute import Compute, Processes
+from ermoe.train.run_folder import RunFolder, read_lines
 from support.bids import bids_errors
 
 QUIET = Console(quiet=True)
@@ -107,6 +107,35 @@ def test_a_crash_is_a_row_too(finished, cohort_root):
 
     (row,) = predict(BrainAgeModel.load(finished), open_cohort(cohort_root).scans[:1], read=read)
     assert "ZeroDivisionError: nobody thought of this" in row.problem
+
+
+def test_scans_that_are_read_ahead_get_the_same_rows(finished, cohort_root, tmp_path):
+    (tmp_path / "broken_T1w.nii.gz").write_bytes(b"no image")
+    model, good = BrainAgeModel.load(finished), open_cohort(cohort_root).scans[:2]
+    scans = [good[0], dataclasses.replace(good[1], t1=tmp_path / "broken_T1w.nii.gz"), good[1]]
+    alone, ahead = ([dataclasses.astuple(row) for row in predict(model, scans, workers=w)] for w in (0, 1))
+    assert list(map(str, ahead)) == list(map(str, alone))  # as text, because NaN is not equal to itself
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(finished, tmp_path):
+    """It had evaluate_every beside the training, and a fold wrote down its stage and training only."""
+    asked = json.loads((finished / "config.json").read_text())
+    earlier = json.loads((finished / "config.json").read_text())
+    asked["recipe"]["training"]["evaluate_every"] = 4
+    earlier["recipe"]["evaluate_every"] = 4
+    del earlier["recipe"]["training"]["evaluate_every"]
+    fold = json.loads((finished / "folds" / "fold-0" / "config.json").read_text())
+    fold["training"]["evaluate_every"] = 4
+    begun = {"stage": fold["stage"], "training": {k: v for k, v in fold["training"].items() if k != "evaluate_every"}}
+    for name, before, now in (("run", earlier, asked), ("fold", begun, fold)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(before))
+        RunFolder(folder).open(now, "auto", Processes())
+    earlier["recipe"]["evaluate_every"] = 2
+    (tmp_path / "run" / "config.json").write_text(json.dumps(earlier))
+    with pytest.raises(UserError, match="evaluate_every: 2 there, 4 asked for"):
+        RunFolder(tmp_path / "run").open(asked, "auto", Processes())
 
 
 def test_prediction_repeats_the_held_out_prediction(finished, cohort_root):

@@ -125,7 +125,7 @@ def images(folder: Path, suffix: str) -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
-def pipelines(root: Path) -> list[Path]:
+def _pipelines(root: Path) -> list[Path]:
     """The folders of derivatives of a data set, and the set itself, which may be one."""
     derivatives = root / "derivatives"
     inside = sorted(path for path in derivatives.iterdir() if path.is_dir()) if derivatives.is_dir() else []
@@ -148,7 +148,7 @@ def _belongs(entities: dict[str, str], own: dict[str, str]) -> bool:
     return all(own.get(key) == value for key, value in said.items())
 
 
-def session_folder(pipeline: Path, participant_id: str, session_id: str | None) -> Path:
+def _session_folder(pipeline: Path, participant_id: str, session_id: str | None) -> Path:
     """Where a pipeline keeps the anatomy of a session."""
     return pipeline / participant_id / (session_id or ".") / "anat"
 
@@ -186,7 +186,7 @@ _NAMES: dict[str, Tissue] = {
 }  # fmt: skip
 
 
-def codes_from_table(path: Path) -> Codes:
+def _codes_from_table(path: Path) -> Codes:
     """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``.
 
     A name must be the whole tissue. "Left-Cerebral-White-Matter" is one part of FreeSurfer's segmentation, which is
@@ -255,7 +255,7 @@ def find_derivatives(
 ) -> Derivatives:
     """Mask, segmentation and tissue maps of a T1; of several pipelines, the first by name that has the thing."""
     key = "_".join(part for part in (participant_id, session_id) if part)
-    places = [(pipeline, session_folder(pipeline, participant_id, session_id)) for pipeline in pipelines(root)]
+    places = [(pipeline, _session_folder(pipeline, participant_id, session_id)) for pipeline in _pipelines(root)]
     found = _collect(places, t1, tissue_from, subject=key)
     if tissue_from == "aseg" and found.tissue is None:
         found.tissue = _own_folder_of_freesurfer(root, key)
@@ -266,7 +266,7 @@ def find_derivatives(
 
 
 def _own_folder_of_freesurfer(root: Path, key: str) -> Segmentation | None:
-    for pipeline in pipelines(root):
+    for pipeline in _pipelines(root):
         path = pipeline / key / "mri" / "aseg.mgz"
         if path.is_file():
             return Segmentation(path, aseg_codes(), same_grid=False)
@@ -348,11 +348,11 @@ def _segmentation(
 
 @lru_cache
 def _codes_at(table: Path, modified_ns: int) -> Codes:
-    return codes_from_table(table)
+    return _codes_from_table(table)
 
 
 def known_codes(table: Path) -> Codes:
-    """`codes_from_table`, read once for all the people of a pipeline."""
+    """`_codes_from_table`, read once for all the people of a pipeline."""
     return _codes_at(table, table.stat().st_mtime_ns)
 
 

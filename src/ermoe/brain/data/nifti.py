@@ -55,7 +55,7 @@ def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[
 
 def _inspect(path: Path, subject: str, is_label: bool) -> tuple[Image | None, list[Problem]]:
     stored = _open(path, subject)
-    problems = [*_shape_problems(stored, path, subject), *geometry_problems(stored, path, subject)]
+    problems = [*_shape_problems(stored, path, subject), *_geometry_problems(stored, path, subject)]
     if any(problem.severity == "error" for problem in problems):
         return None, problems
     image = _read(stored, path, subject)
@@ -139,7 +139,7 @@ _APART_MM = 1.0
 _VOXEL_MM = (0.1, 8.0)
 
 
-def geometry_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
+def _geometry_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
     """Everything that is wrong with the place of an image in the world."""
     affine = np.asarray(image.affine, np.float64)
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
@@ -150,17 +150,17 @@ def geometry_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]
     if spacing.min() < _VOXEL_MM[0] or spacing.max() > _VOXEL_MM[1]:
         size = " × ".join(f"{edge:.3g}" for edge in spacing)
         yield Problem("error", subject, path, f"has voxels of {size} mm", "the unit of the header may be wrong")
-    sheared = shear_degrees(affine)
+    sheared = _shear_degrees(affine)
     if sheared > _SHEAR_DEGREES:
         what = f"has a sheared affine (axes {sheared:.1f}° off the right angle)"
         yield Problem("error", subject, path, what, "resample it onto a grid with right angles")
     yield from _form_problems(image, path, subject)
 
 
-def shear_degrees(affine: Affine) -> float:
+def _shear_degrees(affine: Affine) -> float:
     """How far the axes of voxels are from right angles.
 
-    >>> shear_degrees(np.diag([2.0, 2.0, 1.0, 1.0]))
+    >>> _shear_degrees(np.diag([2.0, 2.0, 1.0, 1.0]))
     0.0
     """
     axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
@@ -220,14 +220,14 @@ def _apart_mm(a: Affine, b: Affine, shape: tuple[int, ...]) -> float:
     return float(np.linalg.norm((corners @ (a - b).T)[:, :3], axis=1).max())
 
 
-def lattice_shift(image: Affine, other: Affine, tolerance_voxels: float = 0.02) -> NDArray[np.int64] | None:
+def _lattice_shift(image: Affine, other: Affine, tolerance_voxels: float = 0.02) -> NDArray[np.int64] | None:
     """By how many voxels two grids are shifted, or None if their voxels do not coincide.
 
     Voxel v of ``image`` is voxel v + shift of ``other``. Comparing floats of headers for equality would call most
     pairs different; a fiftieth of a voxel over the length of a head is the same grid.
 
     >>> padded = np.array([[1.0, 0, 0, -3], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
-    >>> lattice_shift(np.eye(4), padded).tolist()
+    >>> _lattice_shift(np.eye(4), padded).tolist()
     [3, 0, 0]
     """
     step = np.linalg.inv(other) @ image
@@ -242,7 +242,7 @@ def on_grid_of(t1: Image, other: Image, subject: str) -> NDArray[np.float32]:
     Empty slices around one of the two, or another order of axes, leave the voxels in the same places. Anything else
     is another grid, and might be another space: it is refused, not resampled.
     """
-    shift = lattice_shift(other.affine, t1.affine)
+    shift = _lattice_shift(other.affine, t1.affine)
     if shift is None:
         raise ScanError(Problem("error", subject, other.path, _difference(t1, other), _REMEDY))
     if not shift.any() and other.data_XYZ.shape == t1.data_XYZ.shape:

@@ -72,7 +72,7 @@ def examine(
     usual = preprocessing or Preprocessing()
     checkups = []
     for done, scan in enumerate(cohort.scans, start=1):
-        checkups.append(check_scan(scan, usual))
+        checkups.append(_check_scan(scan, usual))
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
@@ -80,7 +80,7 @@ def examine(
     return Examination(tuple(checkups), tuple(problems), found)
 
 
-def check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
+def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
     """Everything that can be told from one scan and its derivatives."""
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):

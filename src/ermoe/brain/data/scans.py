@@ -122,7 +122,7 @@ def stop_at_errors(problems: Sequence[Problem], *, shown: int = 20) -> None:
     raise UserError(f"{len(errors)} error{'s' if len(errors) > 1 else ''} in the data, to be mended first:\n{listed}")
 
 
-PREFIX = "sub-"
+_PREFIX = "sub-"
 
 
 def canonical_id(participant_id: str) -> str:
@@ -131,7 +131,7 @@ def canonical_id(participant_id: str) -> str:
     >>> [canonical_id(spelling) for spelling in ("sub-007", "SUB-7 ", "07", "sub-IXI012")]
     ['7', '7', '7', 'ixi12']
     """
-    bare = re.sub(r"\s+", "", unicodedata.normalize("NFKC", participant_id)).casefold().removeprefix(PREFIX)
+    bare = re.sub(r"\s+", "", unicodedata.normalize("NFKC", participant_id)).casefold().removeprefix(_PREFIX)
     return re.sub(r"\d+", lambda digits: str(int(digits[0])), bare)
 
 
@@ -147,7 +147,7 @@ def look_alikes(participant_ids: Iterable[str]) -> list[tuple[str, ...]]:
     return sorted(tuple(sorted(group)) for group in spellings.values() if len(group) > 1)
 
 
-def prefixed(label: str, prefix: str = PREFIX) -> str:
+def prefixed(label: str, prefix: str = _PREFIX) -> str:
     """A label with its BIDS prefix.
 
     >>> prefixed("01"), prefixed("sub-01"), prefixed("2", "ses-")

@@ -73,7 +73,7 @@ def _row(path: Path, columns: tuple[str, ...], number: int, cells: list[str]) ->
     return dict(zip(columns, (cell.strip() for cell in cells), strict=True))
 
 
-OLDEST = 120.0
+_OLDEST = 120.0
 _LIMIT = re.compile(r"^(?:[<>≥≤]=?\s*\d|\d+(?:\.\d+)?\s*(?:\+|or (?:older|more)|and (?:older|over)))", re.IGNORECASE)
 
 
@@ -92,7 +92,7 @@ def read_age(text: str) -> float:
     38.78
     >>> read_age("89+")
     Traceback (most recent call last):
-    ermoe.brain.data.demographics.AgeError: gives the age '89+', which is a limit and not an age
+    ermoe.brain.data.tables.AgeError: gives the age '89+', which is a limit and not an age
     """
     if _LIMIT.match(text):
         raise AgeError(
@@ -102,15 +102,15 @@ def read_age(text: str) -> float:
         age = float(text)
     except ValueError:
         raise AgeError(f"gives the age {text!r}, which is not a number", "write years, as in 61.5, or n/a") from None
-    if not 0 < age <= OLDEST:
-        raise AgeError(f"gives the age {text}, which is not between 0 and {OLDEST:.0f} years", _other_unit(age))
+    if not 0 < age <= _OLDEST:
+        raise AgeError(f"gives the age {text}, which is not between 0 and {_OLDEST:.0f} years", _other_unit(age))
     return age
 
 
 def _other_unit(age: float) -> str:
-    if 0 < age / 12 <= OLDEST:
+    if 0 < age / 12 <= _OLDEST:
         return f"if these are months, divide by 12 ({age / 12:.1f} years)"
-    if 0 < age / 365.25 <= OLDEST:
+    if 0 < age / 365.25 <= _OLDEST:
         return f"if these are days, divide by 365.25 ({age / 365.25:.1f} years)"
     return "write the age in years"
 

@@ -18,9 +18,9 @@ from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.regions import NUM_REGIONS, expert_name
 
 Array = NDArray[np.float64]
-SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
-SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
-PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}
+_SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
+_SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
+_PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}
 
 
 def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
@@ -30,14 +30,14 @@ def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
         axes = drawing.subplots()
         low, high = _range(np.concatenate([age_N, predicted_N]))
         axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="identity")
-        axes.scatter(age_N, predicted_N, s=16, color=SEX_COLOURS[sex], alpha=0.8, linewidths=0)
+        axes.scatter(age_N, predicted_N, s=16, color=_SEX_COLOURS[sex], alpha=0.8, linewidths=0)
         if len(age_N) >= 3 and np.ptp(age_N) > 0:
             slope, intercept = np.polyfit(age_N, predicted_N, 1)
             ends = np.array([age_N.min(), age_N.max()])
             label = f"{intercept:.1f} {slope:+.2f} · age"
-            axes.plot(ends, intercept + slope * ends, color=SEX_COLOURS[sex], linewidth=1.8, label=label)
+            axes.plot(ends, intercept + slope * ends, color=_SEX_COLOURS[sex], linewidth=1.8, label=label)
         axes.set(xlim=(low, high), ylim=(low, high), xlabel="chronological age", ylabel="predicted age")
-        axes.set_title(f"{SEX_NAMES[sex]}, {len(age_N)} scans")
+        axes.set_title(f"{_SEX_NAMES[sex]}, {len(age_N)} scans")
         axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0)
     return drawing
 
@@ -70,7 +70,7 @@ def age_histogram(ages: Mapping[str, Sequence[float]]) -> Figure:
     with style():
         drawing = Figure(figsize=(4.1, 2.6), layout="constrained")
         axes = drawing.subplots()
-        colours = [PART_COLOURS[name] for name in parts]
+        colours = [_PART_COLOURS[name] for name in parts]
         edges = np.arange(first, last + step, step)
         axes.hist(
             list(parts.values()), bins=edges.tolist(), stacked=True, color=colours, label=list(parts), rwidth=0.92
@@ -105,13 +105,13 @@ def region_scores(probes: Mapping[str, Array]) -> Figure:
         panels = drawing.subplots(len(probes), 1, squeeze=False)[:, 0]
         highest = max(0.5, *(float(np.abs(score_RE).max()) for score_RE in probes.values()))
         for axes, (name, score_RE) in zip(panels, probes.items(), strict=True):
-            draw_matrix(axes, score_RE, highest)
+            _draw_matrix(axes, score_RE, highest)
             axes.set_title(name)
         panels[-1].set_xlabel("expert")
     return drawing
 
 
-def draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
+def _draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
     """Tissues against experts, the best of each tissue framed."""
     num_experts = value_RE.shape[1]
     axes.imshow(value_RE, cmap="PiYG", vmin=-highest, vmax=highest, aspect="auto", interpolation="none")
@@ -132,7 +132,7 @@ def tissue_correlation(value_RE: Array) -> Figure:
     with style():
         drawing = Figure(figsize=(4.1, 1.6), layout="constrained")
         axes = drawing.subplots()
-        draw_matrix(axes, value_RE, 1.0)
+        _draw_matrix(axes, value_RE, 1.0)
         axes.set_xlabel("expert")
     return drawing
 

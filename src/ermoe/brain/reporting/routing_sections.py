@@ -111,7 +111,7 @@ def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int, comp
     scans = _held_out_scans(evaluation, fold, most)
     volumes = ScanSet(evaluation.cache, scans, evaluation.model.input)
     patch_size = evaluation.model.patch_size
-    change_xyz = occlusion_map(network, evaluation.model.head, volumes, compute, patch_size=patch_size)
+    change_xyz = _occlusion_map(network, evaluation.model.head, volumes, compute, patch_size=patch_size)
     mean_XYZ = np.mean([np.asarray(evaluation.cache.volume(scan).t1_XYZ, dtype=np.float64) for scan in scans], axis=0)
     drawing = pictures.occlusion(change_xyz, mean_XYZ, patch_size)
     strongest = float(np.nanmax(np.abs(change_xyz)))
@@ -124,7 +124,7 @@ def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int, comp
 
 
 @torch.no_grad()
-def occlusion_map(
+def _occlusion_map(
     model: nn.Module,
     head: AgeHead,
     volumes: ScanSet,

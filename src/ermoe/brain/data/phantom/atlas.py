@@ -23,7 +23,7 @@ Float = NDArray[np.float32]
 
 SPACING_MM = 2.0
 SHAPE = (91, 109, 91)
-ORIGIN_MM = (-90.0, -126.0, -72.0)
+_ORIGIN_MM = (-90.0, -126.0, -72.0)
 _SEED_BOX_MM = ((-45, 45), (-70, 45), (-22, 36))
 _SEED_DEPTH_MM = 18.0
 
@@ -100,7 +100,7 @@ def _resampled(template: Any, change: Callable[[Float], Float] = lambda data: da
 
 def _affine() -> NDArray[np.float64]:
     affine = np.diag([SPACING_MM] * 3 + [1.0])
-    affine[:3, 3] = ORIGIN_MM
+    affine[:3, 3] = _ORIGIN_MM
     return affine
 
 
@@ -112,7 +112,7 @@ def _filled(t1: Float) -> Float:
 def _millimetres() -> list[NDArray[np.float64]]:
     return list(
         np.meshgrid(
-            *(origin + SPACING_MM * np.arange(size) for origin, size in zip(ORIGIN_MM, SHAPE, strict=True)),
+            *(origin + SPACING_MM * np.arange(size) for origin, size in zip(_ORIGIN_MM, SHAPE, strict=True)),
             indexing="ij",
         )
     )

@@ -61,7 +61,7 @@ def synthesize(
     for done, person in enumerate(people, start=1):
         truth += [_visit(root, person, visit, spacing_mm) for visit in person.visits]
         on_subject(done, subjects)
-    write_tables(root, people, truth, has_sessions=people[0].visits[0].session_id is not None)
+    _write_tables(root, people, truth, has_sessions=people[0].visits[0].session_id is not None)
     return root
 
 
@@ -178,7 +178,7 @@ _TRUTH = {
 }
 
 
-def write_tables(root: Path, people: Sequence[Person], truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
+def _write_tables(root: Path, people: Sequence[Person], truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
     """Everything but images."""
     _text(root / "README", _README)
     write_json(root / "participants.json", _COLUMNS)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-SITES = ("A", "B", "C")
+_SITES = ("A", "B", "C")
 
 _GAP_YEARS = 3.0
 _GAP_YEARS_BETWEEN_VISITS = 0.5
@@ -62,8 +62,8 @@ def draw_person(
     sex: Literal["M", "F"] = "M" if rng.random() < 0.5 else "F"
     gap = float(rng.normal(0, _GAP_YEARS))
     icv_ml = float(rng.normal(_ICV_ML[sex], _ICV_SPREAD_ML))
-    chance = int(rng.integers(len(SITES)))
-    third = min(int(len(SITES) * (age - ages[0]) / max(ages[1] - ages[0], 1e-9)), len(SITES) - 1)
+    chance = int(rng.integers(len(_SITES)))
+    third = min(int(len(_SITES) * (age - ages[0]) / max(ages[1] - ages[0], 1e-9)), len(_SITES) - 1)
     number = int(rng.choice(list(sessions)))
     traits = rng.normal(size=4)
     tone = float(rng.uniform(0.28, 0.40))
@@ -80,7 +80,7 @@ def draw_person(
         for visit in range(number)
     )
     return Person(
-        f"sub-{index + 1:04d}", sex, SITES[third if confounded else chance], icv_ml, gap, visits, (seed, index)
+        f"sub-{index + 1:04d}", sex, _SITES[third if confounded else chance], icv_ml, gap, visits, (seed, index)
     )
 
 

@@ -16,7 +16,7 @@ from ermoe.brain.data.phantom.people import Person, Visit
 
 
 @dataclass(frozen=True, slots=True)
-class Scanner:
+class _Scanner:
     """What a site does to an image."""
 
     blur_voxels: float
@@ -26,7 +26,7 @@ class Scanner:
     """Stored value of white matter."""
 
 
-SCANNERS = {"A": Scanner(0.35, 0.03, 800), "B": Scanner(0.5, 0.04, 600), "C": Scanner(0.65, 0.05, 450)}
+_SCANNERS = {"A": _Scanner(0.35, 0.03, 800), "B": _Scanner(0.5, 0.04, 600), "C": _Scanner(0.65, 0.05, 450)}
 
 _BIAS = 0.10
 _BIAS_MM = 60.0
@@ -37,7 +37,7 @@ _LESION_MM = 8.0
 def scan_image(anatomy: Anatomy, person: Person, visit: Visit, *, spacing_mm: float) -> NDArray[np.int16]:
     """The T1 as it is stored, skull-stripped, (X, Y, Z)."""
     rng = np.random.default_rng([*person.seed, 3, int(100 * visit.age)])
-    scanner = SCANNERS[person.site]
+    scanner = _SCANNERS[person.site]
     lesion = _lesions(anatomy, visit.lesion_ml, spacing_mm, np.random.default_rng([*person.seed, 4]))
     signal = (
         anatomy.white_XYZ * (1 - _LESION_CONTRAST * lesion)
