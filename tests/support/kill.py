@@ -15,7 +15,7 @@ import torch
 from ermoe.train import checkpoint
 from support.tiny_run import AUGMENTED, recipe, run
 
-CHOSEN = recipe(augmentation=AUGMENTED, save_every=3, model_args={"drop_rate": 0.1})
+CHOSEN = recipe(augmentation=AUGMENTED, save_every=3, validation=0.04, model_args={"drop_rate": 0.1})
 
 
 def live(folder):

@@ -164,7 +164,7 @@ def test_the_model_is_left_alone(sparse):
     before = outputs(sparse, photographs(64))
     to_program(sparse, photographs(64)[:1], path="capacity", dynamic_batch=False)
     assert not any(module.every_expert for module in sparse.modules() if isinstance(module, ermoe.MoE))
-    assert type(sparse.blocks[1].mlp) is ermoe.MoE
+    assert type(sparse.blocks[1].mlp) is ermoe.EigenMoE
     assert torch.equal(outputs(sparse, photographs(64)), before)
 
 

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from ermoe.data.catalogue import open_images
+from ermoe.data.images import some_of
 from ermoe.errors import UserError
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import recipe
@@ -18,16 +19,14 @@ from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogona
 from ermoe.studies.paper.images import PAPER_RULE, Variant
 from ermoe.studies.paper.study import Setup, run
 from ermoe.studies.record import RECORDS
+from support import pictures
 
 NAMES = ["threshold", "lambda", "top-k", "balance", "ablation", "train-heatmaps", "expert-choice"]
 
 
 def few(split, number):
     whole = open_images("digits", split)
-    chosen = images.Chosen(
-        whole, torch.arange(number), found=f"{number} digits", classes=whole.classes, label_N=whole.label_N[:number]
-    )
-    return chosen
+    return some_of(whole, np.arange(number), found=f"{number} digits")
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +122,15 @@ def test_halves_share_no_class_and_lose_no_image():
         assert torch.equal(part.train.image_NCHW, data.train.image_NCHW[original])
 
 
-def test_chosen_images_in_files_are_read_through():
-    whole = few("test", 40)
-    part = images.chosen(whole, [3, 7])
-    assert isinstance(part, images.Chosen)
+def test_chosen_images_in_files_are_read_through(tmp_path):
+    pictures.image_folder(tmp_path, per_class=8)
+    whole = open_images(tmp_path)
+    part = images.chosen(whole, [0, 1])
     assert set(part.label_N.tolist()) == {0, 1}
-    for index in range(len(part)):
-        original = part.index[index]
+    original_N = torch.isin(whole.label_N, torch.tensor([0, 1])).nonzero().squeeze(1)
+    for index, original in enumerate(original_N.tolist()):
         assert torch.equal(part.read(index), whole.read(original))
-        assert whole.label_N[original] == (3, 7)[int(part.label_N[index])]
+        assert part.name(index) == whole.name(original)
 
 
 @pytest.mark.parametrize("style", ["single-gated", "deep-moe"])
