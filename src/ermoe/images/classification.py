@@ -21,13 +21,13 @@ from ermoe.data.order import Order
 from ermoe.errors import UserError
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
-from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.nn.sharding import own_experts
 from ermoe.train.compute import Compute, sum_over_processes
 from ermoe.train.loader import Loader, some_batches
+from ermoe.train.settling import settle_on
 
 _PROBE_IMAGES = 256
 _PROBE_TOKENS = 2**16
@@ -54,10 +54,11 @@ class Classification:
             num_parts=training.accumulate,
             compute=compute,
         )
-        judged = {"batch_size": training.batch_size, "compute": compute}
-        self.test_loader: Loader[Batch] = Loader(plain.of(data.test), **judged)  # type: ignore[arg-type]
-        self.validation_loader: Loader[Batch] | None = (
-            None if validation is None else Loader(plain.of(validation), **judged)  # type: ignore[arg-type]
+        self.test_loader = Loader(plain.of(data.test), batch_size=training.batch_size, compute=compute)
+        self.validation_loader = (
+            None
+            if validation is None
+            else Loader(plain.of(validation), batch_size=training.batch_size, compute=compute)
         )
         self._probe: dict[str, Tensor] = {}
         self._drift: dict[str, float] = {}
@@ -82,10 +83,7 @@ class Classification:
 
     def settle(self) -> str | None:
         """Offsets for images as they are, from some of the training set: the same ones on every process."""
-        plain = some_batches(transform_for(self.model).of(self.train_images), self.compute.device)
-        images = (as_model(self.model, batch.image) for batch in plain)
-        is_settled = settle_offsets(self.model, images)
-        return "1,024 training images without augmentation, drawn by a hash" if is_settled else None
+        return settle_on(self.model, transform_for(self.model).of(self.train_images), self.compute.device)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracies and loss on test and validation images and, of a sparse model, the routing of test images."""

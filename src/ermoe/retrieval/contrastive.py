@@ -12,7 +12,6 @@ from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers
 from ermoe.data.order import Order
 from ermoe.errors import UserError
-from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import moe_layers
 from ermoe.nn.sharding import whole
 from ermoe.retrieval.captioned import CaptionedBatch, CaptionedImages, CaptionedSource
@@ -23,7 +22,8 @@ from ermoe.retrieval.figures import retrieve
 from ermoe.retrieval.losses import OBJECTIVES, contrastive_loss
 from ermoe.retrieval.presets import RetrievalRecipe
 from ermoe.train.compute import Compute
-from ermoe.train.loader import Loader, some_batches
+from ermoe.train.loader import Loader
+from ermoe.train.settling import settle_on
 
 
 class Contrastive:
@@ -91,10 +91,8 @@ class Contrastive:
 
     def settle(self) -> str | None:
         """Offsets for images as they are, from some of the training set: the same ones on every process."""
-        dtype = self.clip.logit_scale.dtype
-        plain = some_batches(image_transform(self.clip).of(self.train_set.images), self.compute.device)
-        is_settled = settle_offsets(self.clip.visual, (batch.image.to(dtype) for batch in plain))
-        return "1,024 training images without augmentation, drawn by a hash" if is_settled else None
+        plain = image_transform(self.clip).of(self.train_set.images)
+        return settle_on(self.clip.visual, plain, self.compute.device)
 
     def evaluate(self) -> dict[str, float]:
         """Retrieval within the dev split, the temperature and, of a sparse model, the routing of its images."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+from ermoe.console import Command, run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,14 +83,9 @@ class Run:
         )
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"list": List, "run": Run}
+COMMANDS: dict[str, type[Command]] = {"list": List, "run": Run}
 
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="ermoe paper", description="Every table and figure of the paper as one command.", args=argv
-    )
-    from rich.console import Console
-
-    command(Console())
+    run_command(COMMANDS, argv, prog="ermoe paper", description="Every table and figure of the paper as one command.")

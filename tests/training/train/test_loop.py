@@ -51,7 +51,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert "fluctuation" in last
     assert "blocks.1.mlp/load_cv2" in last
     assert {"validation_top1", "drift"} <= last.keys()
-    assert last["offsets_settled_on"].startswith("1,024 training images")
+    assert last["offsets_settled_on"].startswith("128 training images"), "two batches of 64 of the 180"
 
 
 def test_the_saved_model_gives_the_reported_figures(tmp_path):
