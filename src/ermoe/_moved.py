@@ -67,6 +67,17 @@ _HOMES = {
     "ermoe.tasks.image": "ermoe.images",
     "ermoe.tasks.image.inspect": "ermoe.explore.inspect",
     "ermoe.tasks.retrieval": "ermoe.retrieval",
+    "ermoe.models.families.timm_ffn": "ermoe.models.families.timm_vit",
+    "ermoe.models.families.volume": "ermoe.models.vit3d",
+    "ermoe.models.ffn": "ermoe.models.backbones",
+    "ermoe.models.batches": "ermoe.models.passes",
+    "ermoe.models.scratch": "ermoe.train.settings",
+    "ermoe.models.sparse_block": "ermoe.models.backbones",
+    "ermoe.models.sparsity": "ermoe.models.upcycle",
+    "ermoe.models.static_path": "ermoe.models.passes",
+    "ermoe.models.weights.checkpoints": "ermoe.models.io",
+    "ermoe.models.weights.rebuild": "ermoe.models.io",
+    "ermoe.models.weights.state": "ermoe.models.io",
     **{
         f"ermoe.tasks.brain_age.{part}": f"ermoe.brain.reporting.{part}"
         for part in ("card", "derivative", "mosaic", "occlusion", "pictures", "routing_sections")

@@ -23,8 +23,7 @@ from ermoe.brain.inputs import VERSION
 from ermoe.brain.recipes import Recipe
 from ermoe.brain.regions import point_prototypes
 from ermoe.errors import UserError
-from ermoe.models.io import load
-from ermoe.models.weights.state import load_state
+from ermoe.models.io import load, load_state
 from ermoe.plain import to_json
 from ermoe.train.compute import Compute
 from ermoe.train.recipe import train

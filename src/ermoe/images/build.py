@@ -12,8 +12,7 @@ import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse model
 from ermoe.errors import UserError
 from ermoe.images.presets import IMAGE_LEVEL, Recipe
 from ermoe.images.rivals.image_level import image_level
-from ermoe.models.scratch import restart_ffns
-from ermoe.models.upcycle import upcycle
+from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
 
 

@@ -18,8 +18,7 @@ import tyro
 
 from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError, unknown_name
-from ermoe.models.scratch import from_scratch
-from ermoe.train.settings import STEADY_BASES, Training
+from ermoe.train.settings import STEADY_BASES, Training, from_scratch
 
 if TYPE_CHECKING:
     from torch import nn

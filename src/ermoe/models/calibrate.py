@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.batches import refuse_tensor, run
 from ermoe.models.equal_load import equal_load_offsets
+from ermoe.models.passes import refuse_tensor, run
 from ermoe.nn import MeanBalance, MixtureLayer, TopKRouter, moe_layers
 
 _MAX_THRESHOLD = 1 - 1e-6

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ermoe.errors import UserError
-from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.static_path import input_shape, run_without_data
+from ermoe.models.backbones import SparseBlock, family_of
+from ermoe.models.passes import input_shape, run_without_data
 from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
 from ermoe.nn.rivals.soft import SoftMoE
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock, densify
-from ermoe.models.sparsity import sparsity_of
+from ermoe.models.backbones import SparseBlock, densify, family_of
+from ermoe.models.upcycle import sparsity_of
 from ermoe.nn import DenseLinear, EigenLinear
 
 _EQUAL_ENOUGH = 1e-4

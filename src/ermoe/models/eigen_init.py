@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.ffn import FFN, Linear
+from ermoe.models.backbones import FFN, Linear
 from ermoe.models.moments import Moments
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ermoe.models.sparsity import Sparsity, mark_sparse
+from ermoe.models.upcycle import Sparsity, mark_sparse
 from ermoe.nn import DenseLinear, EigenLinear, MoE, Score, TopKRouter
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.batches import run
-from ermoe.models.ffn import FFN
+from ermoe.models.backbones import FFN
+from ermoe.models.passes import run
 
 _KEPT_TOKENS = 2048
 

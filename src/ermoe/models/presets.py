@@ -12,8 +12,7 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
-from ermoe.models.sparsity import Options
-from ermoe.models.upcycle import upcycle
+from ermoe.models.upcycle import Options, upcycle
 
 
 @dataclass(frozen=True, slots=True)

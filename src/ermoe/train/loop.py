@@ -27,8 +27,7 @@ from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import routing_figures
 from ermoe.data.randomness import hashed
 from ermoe.errors import UserError
-from ermoe.models.io import save
-from ermoe.models.weights.state import load_state
+from ermoe.models.io import load_state, save
 from ermoe.nn import moe_layers, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.rivals.losses import auxiliary_loss

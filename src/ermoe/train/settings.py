@@ -24,6 +24,21 @@ STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
 """For a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its
 experts from one step to the next."""
 
+FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
+"""Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
+it, attention is not bent to the routing, and no chosen expert is left without a share of the mixture."""
+
+
+def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Options of `ermoe.upcycle`, with those of `FROM_SCRATCH` for the eigen router; rivals' are left as they are.
+
+    >>> from_scratch({"balance": "offset"})
+    {'context_of': 'attention', 'context_grad': False, 'weight_floor': 1.0, 'balance': 'offset'}
+    """
+    if sparsity is None or sparsity.get("router", "eigen") != "eigen":
+        return sparsity
+    return {**FROM_SCRATCH, **sparsity}
+
 
 @dataclass(frozen=True, slots=True)
 class Training:

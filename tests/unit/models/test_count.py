@@ -8,8 +8,8 @@ import ermoe
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.errors import UserError
 from ermoe.models.costs import PAPER, three_ways
+from ermoe.models.passes import every_expert
 from ermoe.models.presets import PRESETS
-from ermoe.models.static_path import every_expert
 from support.backbones import ACCEPTED, build, outputs, photographs
 
 

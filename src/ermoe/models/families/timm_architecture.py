@@ -17,8 +17,7 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
-from ermoe.models.families import timm_ffn
-from ermoe.models.sparse_block import dense_network
+from ermoe.models.backbones import dense_network
 from ermoe.plain import Json
 
 _FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
@@ -33,12 +32,10 @@ def _rate(module: nn.Module | None) -> float:
 
 
 def _mlp_ratio(model: Any) -> float:
-    block = model.blocks[0]
-    network: Any = dense_network(block)
-    ffn = timm_ffn.read(network, block.norm2)
+    network: Any = dense_network(model.blocks[0])
     # VisionTransformer counts both halves of a packed gate as hidden width, Eva counts one.
     packed = isinstance(model, VisionTransformer) and isinstance(network, GluMlp)
-    return (2 if packed else 1) * ffn.hidden_dim / ffn.dim
+    return float((2 if packed else 1) * network.fc2.in_features / model.embed_dim)
 
 
 def _rope(name: str) -> Callable[[Any], Any]:
@@ -111,13 +108,3 @@ def build(description: Json, *, device: str = "cpu") -> nn.Module:
     }
     with torch.device(device):
         return timm.create_model(architecture, **args)
-
-
-def num_tokens(model: Any) -> int:
-    """Length of the sequence at the model's own image size."""
-    return int(model.patch_embed.num_patches + model.num_prefix_tokens)
-
-
-def image_size(model: Any) -> tuple[int, ...]:
-    """The model's own size of images."""
-    return tuple(model.patch_embed.img_size)

@@ -17,9 +17,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.weights.checkpoints import read_checkpoint
-from ermoe.models.weights.state import Fit, load_state
+from ermoe.models.backbones import SparseBlock
+from ermoe.models.io import Fit, load_state, read_checkpoint
 
 Translation = Iterable[tuple[str, str]]
 
