@@ -13,6 +13,29 @@ from types import ModuleType
 # Old prefix -> new one; the longest that fits counts.
 _HOMES = {
     **{
+        f"ermoe.{part}": f"ermoe.{home}"
+        for home, parts in {
+            "data.augment": ("data.rand_augment",),
+            "data.images": ("data.catalogue", "data.digits"),
+            "data.order": ("data.randomness",),
+            "files": ("data.reading",),
+            "images.run": ("tasks.image.classification",),
+            "models.backbones": ("models.ffn", "models.sparse_block"),
+            "models.families.timm_vit": ("models.families.timm_ffn",),
+            "models.io": ("models.weights.checkpoints", "models.weights.rebuild", "models.weights.state"),
+            "models.passes": ("models.batches", "models.static_path"),
+            "models.upcycle": ("models.sparsity",),
+            "models.vit3d": ("models.families.volume",),
+            "train.compute": ("train.distributed",),
+            "train.loader": ("data.ahead", "data.loader"),
+            "train.loop": ("train.task",),
+            "train.run_folder": ("train.board", "train.progress"),
+            "train.settings": ("models.scratch",),
+            "train.trainer": ("train.average", "train.optim"),
+        }.items()
+        for part in parts
+    },
+    **{
         f"ermoe.brain.{part}": f"ermoe.brain.{home}"
         for home, parts in {
             "batches": ("variants",),
@@ -48,7 +71,6 @@ _HOMES = {
     "ermoe.cli.retrieve": "ermoe.retrieval.commands",
     "ermoe.data.brain": "ermoe.brain.data",
     "ermoe.data.captions": "ermoe.retrieval.captions",
-    "ermoe.data.loader": "ermoe.train.loader",
     "ermoe.data.check": "ermoe.images.check",
     "ermoe.data.shapes": "ermoe.retrieval.shapes",
     "ermoe.models.baselines": "ermoe.images.rivals",
@@ -67,17 +89,6 @@ _HOMES = {
     "ermoe.tasks.image": "ermoe.images",
     "ermoe.tasks.image.inspect": "ermoe.explore.inspect",
     "ermoe.tasks.retrieval": "ermoe.retrieval",
-    "ermoe.models.families.timm_ffn": "ermoe.models.families.timm_vit",
-    "ermoe.models.families.volume": "ermoe.models.vit3d",
-    "ermoe.models.ffn": "ermoe.models.backbones",
-    "ermoe.models.batches": "ermoe.models.passes",
-    "ermoe.models.scratch": "ermoe.train.settings",
-    "ermoe.models.sparse_block": "ermoe.models.backbones",
-    "ermoe.models.sparsity": "ermoe.models.upcycle",
-    "ermoe.models.static_path": "ermoe.models.passes",
-    "ermoe.models.weights.checkpoints": "ermoe.models.io",
-    "ermoe.models.weights.rebuild": "ermoe.models.io",
-    "ermoe.models.weights.state": "ermoe.models.io",
     **{
         f"ermoe.tasks.brain_age.{part}": f"ermoe.brain.reporting.{part}"
         for part in ("card", "derivative", "mosaic", "occlusion", "pictures", "routing_sections")

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ermoe.data.augment import Batch
 from ermoe.errors import UserError
-from ermoe.images.classification import Classification, transform_for
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
 from ermoe.images.rivals.image_level import ImageLevel
+from ermoe.images.run import Classification, LabelledImages, transform_for
 from ermoe.train.compute import Compute
 from ermoe.train.loader import some_batches
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.nn import MixtureLayer, attend, context
-from ermoe.plain import Json
 
 CONTEXT_SOURCES = ("features", "attention")
 

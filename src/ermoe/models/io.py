@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import Json, replacing
 from ermoe.models.backbones import family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.models.weights.compare import difference
 from ermoe.nn import Balance
-from ermoe.plain import Json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Where training scripts put the weights among other things.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.nn import ContextAttention
-from ermoe.plain import Json
 
 
 class FeedForward(nn.Module):

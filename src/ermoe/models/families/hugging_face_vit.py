@@ -14,8 +14,8 @@ from transformers.models.vit import modeling_vit
 from transformers.models.vit.modeling_vit import ViTLayer, ViTMLP
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
-from ermoe.plain import Json
 
 
 class SparseViTLayer(SparseBlock, ViTLayer):

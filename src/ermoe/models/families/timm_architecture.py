@@ -17,8 +17,8 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import dense_network
-from ermoe.plain import Json
 
 _FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 

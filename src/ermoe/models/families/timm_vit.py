@@ -12,9 +12,9 @@ from timm.layers import Attention, GluMlp, Mlp, SwiGLU
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.models.families import timm_architecture
-from ermoe.plain import Json
 
 
 class SparseViTBlock(SparseBlock, Block):
@@ -69,7 +69,7 @@ class Timm(Family):
         if type(block) is not known:
             kind = type(block).__name__
             return f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts"
-        mlp = block.mlp
+        mlp: Any = block.mlp
         if type(mlp) not in (Mlp, GluMlp, SwiGLU):
             return f"its feed-forward network is a {type(mlp).__name__}; ermoe knows Mlp, GluMlp and SwiGLU"
         if not isinstance(mlp.norm, nn.Identity):

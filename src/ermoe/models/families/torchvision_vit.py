@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, VisionTransformer
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
-from ermoe.plain import Json
 
 
 class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, SparseBlock
-from ermoe.plain import Json
 
 # Class in config.json -> the address of what builds it.
 _BUILDERS = {

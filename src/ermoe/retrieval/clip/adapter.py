@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json
 from ermoe.models.backbones import children_at
 from ermoe.models.families.timm_vit import TimmViT
 from ermoe.models.io import is_registered
-from ermoe.plain import Json
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.rivals.clip_moe import mix_text_experts
 from ermoe.retrieval.text_shape import TextShape
