@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
-from ermoe.models.moments import Moments
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore
 
 _SMALLEST_RATIO = 1e-4
+_TOKENS_TO_JUDGE = 2048
 
 
 def interleaved(num_experts: int, rank: int) -> Tensor:
@@ -73,10 +73,10 @@ def svd(weight_IO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def fill_from_dense(layer: MixtureLayer, ffn: FFN, moments: Moments | None = None) -> None:
+def fill_from_dense(layer: MixtureLayer, ffn: FFN) -> None:
     """Writes ``ffn`` into every expert of ``layer``, and its singular directions into the basis that routes.
 
-    Weights whose rank is below full are truncated: in the metric of the activations if ``moments`` are known.
+    Of a weight whose rank is above that of the experts, the largest singular values are kept.
     """
     # Only what tokens enter through routes, and only its columns are interleaved.
     down = layer.experts.down
@@ -84,8 +84,7 @@ def fill_from_dense(layer: MixtureLayer, ffn: FFN, moments: Moments | None = Non
         if isinstance(stacked, DenseLinear):
             _copy_dense(stacked, dense)
         else:
-            truncated = _truncate(dense, stacked.s.shape[1], moments, is_down=stacked is down)
-            _fill_eigen(stacked, truncated, interleave=stacked is not down)
+            _fill_eigen(stacked, dense, interleave=stacked is not down)
     if layer.score is not None and layer.score.basis is not None:
         _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
 
@@ -118,41 +117,24 @@ def _cut_basis(basis_EDr: Tensor, entry: Linear) -> None:
         basis_EDr[expert].copy_(U[:, order[:route_rank]])
 
 
-def _truncate(dense: Linear, rank: int, moments: Moments | None, *, is_down: bool) -> Linear:
-    """The best map of the given rank: unchanged if ``rank`` is full, or if nothing is known of its inputs.
-
-    Without data nothing need be done here: the singular value decomposition that follows is cut, which is best for
-    inputs without a preferred direction.
-    """
-    if moments is None or rank >= min(dense.W.shape):
-        return dense
-    weight = dense.W.to(moments.covariance_y.dtype)
-    principal_OR = moments.principal_outputs(weight, rank, is_down=is_down)
-    # Outputs are projected on the directions in which they vary most: Ŵ = W Q Qᵀ minimises E‖(x − μ)(W − Ŵ)‖².
-    truncated = (weight @ principal_OR) @ principal_OR.mT
-    if dense.b is None:
-        return Linear(truncated, None)
-    mean_I = moments.mean_h if is_down else moments.mean_x
-    return Linear(truncated, dense.b.to(weight.dtype) + mean_I @ (weight - truncated))  # what the mean loses, b gets
+def is_smaller(layer: MixtureLayer, ffn: FFN) -> bool:
+    """Whether experts have fewer hidden units or a lower rank than the dense network."""
+    width, rank = layer.experts.size
+    return width < ffn.hidden_dim or (rank is not None and rank < min(ffn.up.W.shape))
 
 
 @torch.no_grad()
-def output_error(layer: MixtureLayer, ffn: FFN, moments: Moments | None = None) -> float | None:
-    """‖f_e(x) − f(x)‖ / ‖f(x)‖ of the experts, which are all equal; None if their weights have full rank.
+def output_error(layer: MixtureLayer, ffn: FFN, x_TD: Tensor | None = None) -> float | None:
+    """‖f_e(x) − f(x)‖ / ‖f(x)‖ of the experts, which are all equal; None if they are as large as the dense network.
 
-    On tokens kept from calibration, or on normalised random ones.
+    On the given tokens, or on normalised random ones.
     """
-    is_cut = any(
-        isinstance(stacked, EigenLinear) and stacked.s.shape[1] < min(dense.W.shape)
-        for stacked, dense in zip(layer.experts.linears(), ffn.linears(), strict=True)
-    )
-    if not is_cut:
+    if not is_smaller(layer, ffn):
         return None
-    if moments is not None:
-        x_TD = torch.cat(moments.kept)
-    else:
+    if x_TD is None:
         generator = torch.Generator().manual_seed(0)
-        x_TD = ffn.norm(torch.randn(256, ffn.dim, generator=generator).to(ffn.up.W))
+        x_TD = ffn.norm(torch.randn(_TOKENS_TO_JUDGE, ffn.dim, generator=generator).to(ffn.up.W))
+    x_TD = x_TD[:_TOKENS_TO_JUDGE]
     count_E = torch.zeros(layer.experts.num_experts, dtype=torch.long, device=x_TD.device)
     count_E[0] = len(x_TD)
     y_TD = ffn(x_TD)

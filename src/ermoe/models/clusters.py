@@ -1,0 +1,383 @@
+"""Experts that differ from the first step: tokens are grouped, and each expert is the best small network for its group.
+
+A token that enters a feed-forward network finds most of its hidden units idle, and which ones depends on what the token
+shows. So a network fitted to one group of like tokens can do with fewer hidden units, or with a lower rank, than one
+that has to serve all tokens. For the tokens of a group,
+
+- the hidden units are kept whose outputs vary most, Var[a_j] ‖W2_j‖² (what is constant goes to the bias);
+- an entering weight is cut to rank R where the loss hurts least: Ŵ minimises E‖((x − μ)(W − Ŵ)) √ω‖² with
+  ω_j = E[(∂a_j/∂h_j)²] ‖W2_j‖², so that a unit which is off, or which W2 ignores, costs nothing;
+- W2 is solved for what is left: the map of rank R from the expert's own hidden layer to the dense outputs y,
+  argmin_B E‖(a − ā) B − (y − ȳ)‖² + λ ‖B − W2‖², with a bias that restores the mean.
+
+The router is aimed at the groups: prototype scores cos(Uᵀx, ψ_e), whose basis holds the directions in which groups
+differ, ψ_e pointing to group e, and offsets for equal load. Then tokens are grouped by the router itself, and experts
+are fitted to the tokens they will really get.
+
+Letters: T tokens, D model width, H hidden width, E experts, K experts per token, R rank, r routing rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+from ermoe.models.backbones import FFN, Linear
+from ermoe.models.eigen_init import svd
+from ermoe.models.equal_load import equal_load_offsets
+from ermoe.models.passes import run
+from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore, TopKRouter
+from ermoe.nn.scores import project
+
+MAX_TOKENS = 131_072
+_TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
+_TOKENS_TO_GROUP = 32_768
+_GROUPING_ROUNDS = 15
+_ROUTER_ROUNDS = 3
+_KEPT_APART = 8  # every eighth token judges and is not fitted to
+_RIDGE = 1e-3  # of a mean variance
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFit:
+    """How near a layer of fitted experts comes to its dense network, on tokens it was not fitted to.
+
+    ``error`` is ‖ŷ − y‖ / ‖y‖, ``one_expert_error`` the same of a single expert of that width and rank for all tokens,
+    and ``load_cv2`` the variance of the experts' loads over their squared mean.
+    """
+
+    error: float
+    one_expert_error: float
+    load_cv2: float
+    num_tokens: int
+
+
+class TokenSample:
+    """At most ``max_tokens`` of the tokens that pass by, each as likely to be kept as any other."""
+
+    def __init__(self, max_tokens: int, seed: int) -> None:
+        self._max_tokens = max_tokens
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept_TD: Tensor | None = None
+        self._seen = 0
+
+    def add(self, x_TD: Tensor) -> None:
+        """Keeps some of the tokens, in the places of others once the sample is full."""
+        if self._kept_TD is None:
+            self._kept_TD = x_TD.new_empty(self._max_tokens, x_TD.shape[1])
+        number_T = torch.arange(self._seen, self._seen + len(x_TD))
+        # Reservoir sampling: the n-th token takes a random place among n, if it is one of the sample's.
+        drawn_T = (torch.rand(len(x_TD), generator=self._generator, dtype=torch.float64) * (number_T + 1)).long()
+        place_T = torch.where(number_T < self._max_tokens, number_T, drawn_T)
+        fits_T = place_T < self._max_tokens
+        self._kept_TD[place_T[fits_T].to(x_TD.device)] = x_TD[fits_T.to(x_TD.device)]
+        self._seen += len(x_TD)
+
+    def tokens(self) -> Tensor:
+        """What was kept, (T, D)."""
+        assert self._kept_TD is not None
+        return self._kept_TD[: self._seen]
+
+
+def sample_tokens(
+    model: nn.Module, networks: dict[str, FFN], batches: Iterable[Any], *, max_tokens: int = MAX_TOKENS, seed: int = 0
+) -> dict[str, Tensor]:
+    """Tokens (T, D) that enter each of the networks while the model runs over ``batches``, by name."""
+    samples = {name: TokenSample(max_tokens, seed) for name in networks}
+
+    def keeper(sample: TokenSample) -> Any:
+        return lambda norm, inputs, z: sample.add(z.detach().flatten(0, -2))
+
+    with ExitStack() as hooks:
+        for name, ffn in networks.items():
+            hooks.callback(ffn.norm.register_forward_hook(keeper(samples[name])).remove)
+        if run(model, batches) == 0:
+            raise UserError("calibration= has no batches: pass a list or a data loader, not an exhausted iterator")
+    return {name: sample.tokens() for name, sample in samples.items()}
+
+
+@torch.no_grad()
+def fill_from_groups(layer: MixtureLayer, ffn: FFN, x_TD: Tensor, generator: torch.Generator | None = None) -> GroupFit:
+    """Makes the experts of ``layer`` the best versions of ``ffn`` for groups of the tokens, and aims the router."""
+    router, experts = layer.router, layer.experts
+    assert isinstance(router, TopKRouter)
+    if len(x_TD) < _KEPT_APART * experts.num_experts:
+        raise UserError(f"calibration= has {len(x_TD)} tokens for {experts.num_experts} experts: pass more images")
+    apart_T = torch.arange(len(x_TD), device=x_TD.device) % _KEPT_APART == 0
+    fitted_TD, apart_TD = x_TD[~apart_T], x_TD[apart_T]
+    expert_TK = group(fitted_TD, experts.num_experts, generator).unsqueeze(1)
+    routes_by_experts = isinstance(router.score, PrototypeScore) and router.score.basis is None
+    for _ in range(_ROUTER_ROUNDS):
+        if routes_by_experts:  # their bases follow from what they are fitted to
+            _fit_experts(layer, ffn, fitted_TD, expert_TK)
+        _aim(layer, fitted_TD, expert_TK[:, 0])
+        expert_TK = _routed(layer, fitted_TD)
+    if not routes_by_experts:
+        _fit_experts(layer, ffn, fitted_TD, expert_TK)
+    return _judge(layer, ffn, fitted_TD, apart_TD)
+
+
+def group(x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Tensor:
+    """The group of every token, (T,), by balanced k-means: offsets keep the groups equally large.
+
+    >>> x = torch.cat([torch.randn(100, 3), torch.randn(100, 3) + 9])
+    >>> group(x, 2, torch.Generator().manual_seed(0)).bincount().tolist()
+    [100, 100]
+    """
+    drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
+    sample_TD = x_TD[drawn.to(x_TD.device)].float()
+    centre_ED = _spread_out(sample_TD, num_groups, generator)
+    for _ in range(_GROUPING_ROUNDS):
+        nearness_TE = _nearness(sample_TD, centre_ED)
+        offset_E = equal_load_offsets(nearness_TE, 1)
+        centre_ED = _means(sample_TD, (nearness_TE + offset_E).argmax(1), num_groups)
+    offset_E = equal_load_offsets(_nearness(sample_TD, centre_ED), 1)
+    return torch.cat([(_nearness(x, centre_ED) + offset_E).argmax(1) for x in x_TD.float().split(_TOKENS_AT_ONCE)])
+
+
+def _spread_out(x_TD: Tensor, num_groups: int, generator: torch.Generator | None) -> Tensor:
+    """Tokens far from each other, drawn with chances that grow with the squared distance (k-means++)."""
+    centres = [x_TD[0]]
+    distance_T = torch.full_like(x_TD[:, 0], torch.inf)
+    for _ in range(num_groups - 1):
+        distance_T = torch.minimum(distance_T, (x_TD - centres[-1]).square().sum(1))
+        chance_T = distance_T.cpu().double().clamp_min(1e-12)
+        centres.append(x_TD[int(torch.multinomial(chance_T, 1, generator=generator))])
+    return torch.stack(centres)
+
+
+def _nearness(x_TD: Tensor, centre_ED: Tensor) -> Tensor:
+    """−‖x − c‖² / 2 up to what is the same for all centres, (T, E)."""
+    return x_TD @ centre_ED.mT - centre_ED.square().sum(1) / 2
+
+
+def _means(x_TD: Tensor, group_T: Tensor, num_groups: int) -> Tensor:
+    """Mean token of each group, (E, D)."""
+    member_TE = F.one_hot(group_T, num_groups).to(x_TD.dtype)
+    return member_TE.mT @ x_TD / member_TE.sum(0).clamp_min(1).unsqueeze(1)
+
+
+def _aim(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
+    """Lets the router send tokens to the experts of their groups, with equal loads."""
+    router, score = layer.router, layer.score
+    assert isinstance(router, TopKRouter)
+    if isinstance(score, PrototypeScore):
+        if score.basis is not None:
+            score.basis.copy_(_basis_of_differences(x_TD, group_T, layer.experts.num_experts, score.basis.shape[2]))
+        else:
+            _put_telling_columns_first(layer, x_TD, group_T)
+        score.psi.copy_(_prototypes(layer, x_TD, group_T))
+    if router.balance is not None:
+        drawn = x_TD[: min(len(x_TD), _TOKENS_TO_GROUP)]
+        router.balance.offset_E.copy_(equal_load_offsets(_scores(layer, drawn), router.top_k))
+
+
+def _basis_of_differences(x_TD: Tensor, group_T: Tensor, num_groups: int, route_rank: int) -> Tensor:
+    """The r directions (D, r) in which groups differ most; those in which tokens differ, once groups do no more."""
+    x_TD = x_TD[:_TOKENS_TO_GROUP].double()
+    centre_ED = _means(x_TD, group_T[:_TOKENS_TO_GROUP], num_groups)
+    between_DD = (centre_ED - centre_ED.mean(0)).mT @ (centre_ED - centre_ED.mean(0))
+    total_DD = torch.cov(x_TD.mT)
+    scale = 1e-6 * between_DD.trace() / total_DD.trace()
+    eigenvector: Tensor = torch.linalg.eigh(between_DD + scale * total_DD)[1]
+    return eigenvector.flip(-1)[:, :route_rank]
+
+
+def _put_telling_columns_first(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
+    """Orders the columns of each expert's U, s and V by how well they tell its group from the rest (Fisher's ratio)."""
+    experts = layer.experts
+    entry = experts.up if experts.gate is None else experts.gate
+    assert isinstance(entry, EigenLinear)
+    x_TD, group_T = x_TD[:_TOKENS_TO_GROUP].float(), group_T[:_TOKENS_TO_GROUP]
+    for expert in range(experts.num_experts):
+        inside, outside = ((x_TD[mask] @ entry.U[expert].float()) for mask in (group_T == expert, group_T != expert))
+        told_R = (inside.mean(0) - outside.mean(0)).square() / (inside.var(0) + outside.var(0)).clamp_min(1e-12)
+        order_R = told_R.nan_to_num(0.0).argsort(descending=True, stable=True)
+        for factor in (entry.U, entry.s, entry.V):
+            factor[expert] = factor[expert][..., order_R]
+
+
+def _prototypes(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> Tensor:
+    """ψ (E, r): the mean direction of an expert's own group in its basis, less that of all tokens."""
+    score, num_experts = layer.score, layer.experts.num_experts
+    assert score is not None
+    basis_EDr = score.routing_basis(layer.experts.token_basis)
+    assert basis_EDr is not None
+    direction_TEr = F.normalize(project(x_TD[:_TOKENS_TO_GROUP].float(), basis_EDr), dim=-1)
+    direction_TEr = direction_TEr.expand(-1, num_experts, -1)
+    member_TE = F.one_hot(group_T[:_TOKENS_TO_GROUP], num_experts).to(direction_TEr.dtype)
+    own_Er = torch.einsum("te,ter->er", member_TE, direction_TEr) / member_TE.sum(0).clamp_min(1).unsqueeze(1)
+    return F.normalize(own_Er - direction_TEr.mean(0), dim=-1)
+
+
+def _scores(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
+    """Scores of tokens that have no context, (T, E)."""
+    score = layer.score
+    assert score is not None
+    basis = layer.experts.token_basis
+    return torch.cat([score(x, None, basis) for x in x_TD.split(_TOKENS_AT_ONCE)])
+
+
+def _routed(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
+    """The experts that the router chooses for the tokens, best first, (T, K)."""
+    router = layer.router
+    assert isinstance(router, TopKRouter)
+    expert_TK = router.choose(_scores(layer, x_TD)).expert_TK
+    assert expert_TK is not None
+    return expert_TK
+
+
+def _fit_experts(layer: MixtureLayer, ffn: FFN, x_TD: Tensor, expert_TK: Tensor) -> None:
+    """Makes each expert the best version of ``ffn`` for the tokens that go to it."""
+    width, rank = layer.experts.size
+    for expert in range(layer.experts.num_experts):
+        own_TD = x_TD[(expert_TK == expert).any(1)]
+        network = fitted(ffn, own_TD, width, rank) if len(own_TD) else ffn
+        for stacked, linear in zip(layer.experts.linears(), network.linears(), strict=True):
+            _write(stacked, expert, linear)
+
+
+def _write(stacked: EigenLinear | DenseLinear, expert: int, linear: Linear) -> None:
+    if isinstance(stacked, EigenLinear):
+        rank = stacked.s.shape[1]
+        U, s, V = svd(linear.W)
+        stacked.U[expert], stacked.s[expert], stacked.V[expert] = U[:, :rank], s[:rank], V[:, :rank]
+    else:
+        stacked.W[expert] = linear.W
+    if stacked.bias is not None:
+        stacked.bias[expert] = 0 if linear.b is None else linear.b
+
+
+def fitted(ffn: FFN, x_TD: Tensor, width: int, rank: int | None = None) -> FFN:
+    """The network of the given hidden width and rank that comes nearest to ``ffn`` on the tokens, in closed form.
+
+    Full width and rank give the network itself.
+    """
+    network = _narrowed(ffn, x_TD, width)
+    if rank is not None and rank < min(network.up.W.shape):
+        network = _cut(network, x_TD, rank)
+    return ffn if network is ffn else replace(network, down=_solved(network, ffn, x_TD, rank))
+
+
+def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
+    """The network with those ``width`` hidden units whose part of the output varies most over the tokens."""
+    if width >= ffn.hidden_dim:
+        return ffn
+    moments = _Moments.over(ffn.hidden(x) for x in x_TD.split(_TOKENS_AT_ONCE))
+    variance_H = moments.covariance(centred=ffn.has_bias).diagonal()
+    part_H = variance_H * ffn.down.W.double().square().sum(1)
+    unit_H = part_H.topk(width).indices.sort().values
+
+    def columns(linear: Linear) -> Linear:
+        return Linear(linear.W[:, unit_H], None if linear.b is None else linear.b[unit_H])
+
+    gate = None if ffn.gate is None else columns(ffn.gate)
+    return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(ffn.down.W[unit_H], ffn.down.b))
+
+
+def _cut(ffn: FFN, x_TD: Tensor, rank: int) -> FFN:
+    """The network with entering weights of lower rank, cut in the metric ω."""
+    moments = _Moments.over(x_TD.split(_TOKENS_AT_ONCE))
+    covariance_DD = moments.covariance(centred=ffn.has_bias)
+    covariance_DD.diagonal().add_(_RIDGE * covariance_DD.diagonal().mean())
+    weight_H = ffn.down.W.double().square().sum(1)
+    eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
+    root_D = eigenvalue_D.clamp_min(1e-30).sqrt()
+
+    def cut(linear: Linear, slope_H: Tensor) -> Linear:
+        W = linear.W.double()
+        coloured_DH = root_D.unsqueeze(1) * (eigenvector_DD.mT @ W)  # √C W, up to a rotation
+        weighted_DH = coloured_DH * (slope_H * weight_H).sqrt()
+        left_DR = torch.linalg.eigh(weighted_DH @ weighted_DH.mT)[1][:, -rank:]
+        truncated = (eigenvector_DD / root_D) @ (left_DR @ (left_DR.mT @ coloured_DH))
+        bias = None if linear.b is None else linear.b + (moments.mean @ (W - truncated)).to(linear.b.dtype)
+        return Linear(truncated.to(linear.W.dtype), bias)
+
+    slopes = _squared_slopes(ffn, x_TD)
+    if ffn.gate is None:
+        return replace(ffn, up=cut(ffn.up, slopes[0]))
+    return replace(ffn, gate=cut(ffn.gate, slopes[0]), up=cut(ffn.up, slopes[1]))
+
+
+def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
+    """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each."""
+    entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
+    totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
+    for x in x_TD.split(_TOKENS_AT_ONCE):
+        with torch.enable_grad():
+            pre = [linear(x).detach().requires_grad_() for linear in entries]
+            hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
+            slopes = torch.autograd.grad(hidden.sum(), pre)
+        for total, slope in zip(totals, slopes, strict=True):
+            total += slope.double().square().sum(0)
+    return [total / len(x_TD) for total in totals]
+
+
+def _solved(network: FFN, ffn: FFN, x_TD: Tensor, rank: int | None) -> Linear:
+    """The last map of ``network``, solved so that its outputs come nearest to those of ``ffn`` on the tokens."""
+    # Moments of the hidden layer beside the outputs: the blocks of their joint covariance are all that is needed.
+    joint = _Moments.over(torch.cat([network.hidden(x), ffn(x)], 1) for x in x_TD.split(_TOKENS_AT_ONCE))
+    width = network.hidden_dim
+    covariance = joint.covariance(centred=ffn.has_bias)
+    hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
+    prior_HD = network.down.W.double()
+    ridged_HH = hidden_HH + _RIDGE * hidden_HH.diagonal().mean() * torch.eye(width).to(hidden_HH)
+    solved_HD = prior_HD + torch.linalg.solve(ridged_HH, hidden_output_HD - hidden_HH @ prior_HD)
+    if rank is not None and rank < min(solved_HD.shape):
+        # the R directions in which the outputs vary most
+        principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
+        solved_HD = (solved_HD @ principal_DR) @ principal_DR.mT
+    bias = joint.mean[width:] - joint.mean[:width] @ solved_HD if ffn.has_bias else None
+    dtype = network.down.W.dtype
+    return Linear(solved_HD.to(dtype), None if bias is None else bias.to(dtype))
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Mean (n,) and second moments (n, n) of rows, in double precision."""
+
+    mean: Tensor
+    second: Tensor
+
+    @classmethod
+    def over(cls, parts: Iterable[Tensor] | Iterator[Tensor]) -> _Moments:
+        total = square = torch.zeros(())
+        count = 0
+        for rows in parts:
+            total = total + rows.double().sum(0)
+            square = square + (rows.mT @ rows).double()  # exact enough: a few thousand rows at once
+            count += len(rows)
+        return cls(total / count, square / count)
+
+    def covariance(self, *, centred: bool) -> Tensor:
+        """About the mean, or about zero: without biases nothing could take up what is done to the mean."""
+        return self.second - torch.outer(self.mean, self.mean) if centred else self.second.clone()
+
+
+def _judge(layer: MixtureLayer, ffn: FFN, fitted_TD: Tensor, apart_TD: Tensor) -> GroupFit:
+    router = layer.router
+    assert isinstance(router, TopKRouter)
+    one = fitted(ffn, fitted_TD, *layer.experts.size)
+    routing = router.choose(_scores(layer, apart_TD))
+    wanted_TD = ffn(apart_TD)
+    was_training = layer.training
+    mixed_TD = layer.eval().mix(apart_TD, routing)  # type: ignore[operator]
+    layer.train(was_training)
+    load_E = routing.count_E.double()
+    return GroupFit(
+        error=_relative(mixed_TD, wanted_TD),
+        one_expert_error=_relative(one(apart_TD), wanted_TD),
+        load_cv2=float(load_E.var(correction=0) / load_E.mean().square()),
+        num_tokens=len(fitted_TD),
+    )
+
+
+def _relative(found_TD: Tensor, wanted_TD: Tensor) -> float:
+    return float((found_TD - wanted_TD).norm() / wanted_TD.norm())
