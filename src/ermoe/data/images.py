@@ -9,7 +9,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class Images(ABC):
         """How many images each class has."""
         counts = torch.bincount(self.label_N, minlength=len(self.classes)).tolist()
         return dict(zip(self.classes, counts, strict=True))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The fields that every set of images has, for another one."""
+        return {field.name: getattr(self, field.name) for field in fields(Images)}
 
     @property
     def found(self) -> str:
@@ -117,22 +122,10 @@ class _SomeImages(Images):
         return self.images.read(int(self.index_N[index]))
 
 
-def some_of(
-    images: Images,
-    index_N: NDArray[np.int64],
-    *,
-    summary: str | None = None,
-    classes: Sequence[str] | None = None,
-    label_N: Tensor | None = None,
-) -> Images:
-    """The images at some places of a set, in that order; with ``classes`` and ``label_N``, named anew."""
+def some_of(images: Images, index_N: NDArray[np.int64], **anew: Any) -> Images:
+    """The images at some places of a set, in that order; ``anew`` are fields of `Images` that are to differ."""
     rows = torch.from_numpy(index_N)
-    about: dict[str, Any] = {
-        "summary": images.summary if summary is None else summary,
-        "split": images.split,
-        "classes": images.classes if classes is None else classes,
-        "label_N": images.label_N[rows] if label_N is None else label_N,
-    }
+    about = {**images.about, "label_N": images.label_N[rows], **anew}
     if isinstance(images, ImagesInMemory):
         return ImagesInMemory(images.image_NCHW[rows], **about)
     return _SomeImages(images, index_N, **about)

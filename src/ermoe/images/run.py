@@ -240,7 +240,8 @@ class Classification:
         figures = over_layers(layers)
         probe = self._experts_of_probe()
         if all(name in self._probe and self._probe[name].shape == used.shape for name, used in probe.items()):
-            figures["fluctuation"] = statistics.fmean(_changed(self._probe[name], probe[name]) for name in probe)
+            changed = (measures.changed(self._probe[name], used) for name, used in probe.items())
+            figures["fluctuation"] = statistics.fmean(float(changed_P.float().mean()) for changed_P in changed)
         self._probe = probe
         for layer, measured in layers.items():
             figures |= {f"{layer}/{name}": value for name, value in measured.items() if not math.isnan(value)}
@@ -310,10 +311,6 @@ def _sums(logit_BC: Tensor, label_B: Tensor) -> Tensor:
     return torch.stack(
         [loss.double(), hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]
     ).double()
-
-
-def _changed(before_PE: Tensor, after_PE: Tensor) -> float:
-    return float(measures.changed(before_PE, after_PE).float().mean())
 
 
 def as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, family_of, sparsify
-from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
-from ermoe.models.moments import Moments, collect
+from ermoe.models.eigen_init import Moments, collect, fill_from_dense, output_error, refuse_equal_experts
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
 

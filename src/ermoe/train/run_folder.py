@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -236,18 +235,16 @@ class Log:
         self._progress = Progress(*columns, console=console, disable=console.quiet or not self._has_bar)
         self._bar = self._progress.add_task("", total=total_steps, completed=first_step, figures="")
 
-    def __enter__(self) -> Log:
-        if self.is_main:
-            forget_lines_after(self.run.metrics, self.first_step)
-            forget_lines_after(self.run.timing, self.first_step)
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.is_main:
-            self._progress.stop()
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within the block the bar is shown; what an earlier life of the run wrote after its checkpoint is dropped."""
+        if not self.is_main:
+            yield
+            return
+        forget_lines_after(self.run.metrics, self.first_step)
+        forget_lines_after(self.run.timing, self.first_step)
+        with self._progress:
+            yield
 
     def step(self, step: int) -> None:
         """Moves the bar."""

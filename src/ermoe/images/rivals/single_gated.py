@@ -146,10 +146,6 @@ class SingleGatedMoEStyle(nn.Module):
         loss = F.nll_loss(output.log_prob_NC, labels) + F.cross_entropy(output.base_logit_NC, labels)
         return loss if clusters is None else loss + F.cross_entropy(output.gate_logit_NK, clusters)
 
-    def prepare_second_stage(self, batches: Iterable[Tensor], *, seed: int = 0) -> None:
-        """Clusters the embeddings of these images; see `start_from_clusters`."""
-        self.start_from_clusters(batches, seed=seed)
-
     def begin_second_stage(self) -> None:
         """Base and gate are frozen: from here on `loss` teaches the experts."""
         self.freeze_base()
