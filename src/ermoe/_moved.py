@@ -31,7 +31,6 @@ _HOMES = {
             "models.presets": ("models.costs",),
             "models.upcycle": ("models.sparsity",),
             "models.vit3d": ("models.families.volume",),
-            "retrieval.clip.adapter": ("models.families.clip",),
             "train.compute": ("train.distributed",),
             "train.loader": ("data.ahead", "data.loader"),
             "train.loop": ("train.task",),

@@ -330,15 +330,9 @@ def _sweep(open_TE: Tensor, offset_E: Tensor, top_k: int, share_E: Tensor, reach
         inside = margin_T[share - 1] if 0 < share <= len(margin_T) else margin_T.new_tensor(torch.inf)
         outside = margin_T[share] if share < len(margin_T) else margin_T.new_tensor(-torch.inf)
         # Infinite margins: rivals are too few to contest the token, so no finite offset changes its choice.
-        offset_E[expert] = _between(inside, outside, reach)
+        offset_E[expert] = -(inside.clamp(-reach, reach) + outside.clamp(-reach, reach)) / 2
         offset_E -= offset_E.mean()
     return offset_E
-
-
-def _between(inside: Tensor, outside: Tensor, reach: Tensor) -> Tensor:
-    """−(inside + outside) / 2, at most ``reach`` away from zero."""
-    inside, outside = inside.clamp(-reach, reach), outside.clamp(-reach, reach)
-    return -(inside + outside) / 2
 
 
 def _load(ranking_TE: Tensor, top_k: int) -> Tensor:

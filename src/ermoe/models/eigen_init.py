@@ -89,17 +89,13 @@ def fill_from_dense(layer: MixtureLayer, ffn: FFN, moments: Moments | None = Non
     down = layer.experts.down
     for stacked, dense in zip(layer.experts.linears(), ffn.linears(), strict=True):
         if isinstance(stacked, DenseLinear):
-            _copy_dense(stacked, dense)
+            stacked.W.copy_(dense.W)
+            _copy_bias(stacked, dense.b)
         else:
             truncated = _truncate(dense, stacked.s.shape[1], moments, is_down=stacked is down)
             _fill_eigen(stacked, truncated, interleave=stacked is not down)
     if layer.score is not None and layer.score.basis is not None:
         _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
-
-
-def _copy_dense(stacked: DenseLinear, dense: Linear) -> None:
-    stacked.W.copy_(dense.W)
-    _copy_bias(stacked, dense.b)
 
 
 def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> None:

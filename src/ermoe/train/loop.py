@@ -8,7 +8,6 @@ run that was killed anywhere ends exactly as if nothing had happened.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from ermoe import cpu
 from ermoe.errors import UserError
-from ermoe.files import Json, to_json
+from ermoe.files import Json, StrPath, to_json
 from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import retract
 from ermoe.train import checkpoint
@@ -92,7 +91,7 @@ class Recipe(Protocol[Data]):
 def train(
     recipe: Recipe[Data],
     data: Data,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     compute: Compute | None = None,
     resume: str = "auto",
@@ -110,7 +109,7 @@ def train(
 def fit(
     task: Task,
     settings: Training,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     config: Json | None = None,
     beside: Mapping[str, Any] | None = None,

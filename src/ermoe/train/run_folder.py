@@ -22,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ermoe.errors import UserError
-from ermoe.files import Json, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
+from ermoe.files import Json, StrPath, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
 from ermoe.models.io import CONFIG, WEIGHTS
 from ermoe.train.compute import Processes, wait_for_all
 from ermoe.train.settings import Training
@@ -130,7 +130,7 @@ class RunFolder:
                 write_json(self.folder / name, content)
 
 
-def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | os.PathLike[str]:
+def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
     is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
