@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from ermoe.data.images import open_images
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
-    from ermoe.models.dense import to_dense
     from ermoe.models.export import export
     from ermoe.models.freeze import freeze, unfreeze
     from ermoe.models.io import load, save
-    from ermoe.models.merge import merge
+    from ermoe.models.merge import merge, to_dense
     from ermoe.models.presets import preset
     from ermoe.models.upcycle import upcycle
     from ermoe.models.vit3d import ViT3D
@@ -37,11 +36,10 @@ _HOMES = {
     "ermoe.data.images": ("open_images",),
     "ermoe.models.calibrate": ("calibrate",),
     "ermoe.models.count": ("count",),
-    "ermoe.models.dense": ("to_dense",),
     "ermoe.models.export": ("export",),
     "ermoe.models.freeze": ("freeze", "unfreeze"),
     "ermoe.models.io": ("load", "save"),
-    "ermoe.models.merge": ("merge",),
+    "ermoe.models.merge": ("merge", "to_dense"),
     "ermoe.models.presets": ("preset",),
     "ermoe.models.upcycle": ("upcycle",),
     "ermoe.models.vit3d": ("ViT3D",),

@@ -15,15 +15,20 @@ _HOMES = {
     **{
         f"ermoe.{part}": f"ermoe.{home}"
         for home, parts in {
+            "cli.main": ("cli.image",),
             "data.augment": ("data.rand_augment",),
             "data.images": ("data.catalogue", "data.digits"),
             "data.order": ("data.randomness",),
             "files": ("data.reading",),
             "images.run": ("tasks.image.classification",),
             "models.backbones": ("models.ffn", "models.sparse_block"),
+            "models.calibrate": ("models.equal_load",),
+            "models.eigen_init": ("models.moments",),
             "models.families.timm_vit": ("models.families.timm_ffn",),
             "models.io": ("models.weights.checkpoints", "models.weights.rebuild", "models.weights.state"),
+            "models.merge": ("models.dense",),
             "models.passes": ("models.batches", "models.static_path"),
+            "models.presets": ("models.costs",),
             "models.upcycle": ("models.sparsity",),
             "models.vit3d": ("models.families.volume",),
             "train.compute": ("train.distributed",),

@@ -26,6 +26,8 @@ from ermoe.errors import UserError
 Json = dict[str, Any]
 """An object as JSON has it: text, numbers, truth values, None, and lists and objects of these."""
 Settings = TypeVar("Settings")
+StrPath = str | os.PathLike[str]
+"""What names a file or folder."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
 
@@ -41,7 +43,7 @@ class UnwritableError(UserError):
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: StrPath) -> Iterator[Path]:
     """A path to write to. When the block succeeds, what was written takes the place of ``path`` in one step.
 
     Readers see the old file or the new one, also if the machine stops in between. When the block fails, the old file
@@ -137,7 +139,7 @@ def cache_folder(name: str) -> Path:
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
 
 
-def read_bytes(path: str | os.PathLike[str], remedy: str = "look at its permissions, or copy it again") -> bytes:
+def read_bytes(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> bytes:
     """What a file holds, unpacked if its name ends in .gz."""
     path = Path(path)
     try:
@@ -148,7 +150,7 @@ def read_bytes(path: str | os.PathLike[str], remedy: str = "look at its permissi
         raise UserError(f"{printable(path)} cannot be read: {reason}; {remedy}") from problem
 
 
-def read_text(path: str | os.PathLike[str], remedy: str = "look at its permissions, or copy it again") -> str:
+def read_text(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> str:
     """The text of a file, gzipped or not."""
     data = read_bytes(path, remedy)
     try:
@@ -187,7 +189,7 @@ def is_hidden(path: Path, below: Path | None = None) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
-def printable(path: str | os.PathLike[str]) -> str:
+def printable(path: StrPath) -> str:
     r"""A path for messages: bytes of its name that are not UTF-8, which no terminal can show, as escapes.
 
     >>> print(printable(os.fsdecode(b"menu\xe9.png")))
@@ -196,13 +198,13 @@ def printable(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def write_json(path: str | os.PathLike[str], content: Any) -> None:
+def write_json(path: StrPath, content: Any) -> None:
     """Replaces a file by ``content`` as JSON that people can read."""
     with replacing(path) as draft:
         draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: str | os.PathLike[str], remedy: str) -> Any:
+def read_json(path: StrPath, remedy: str) -> Any:
     """What a file of JSON holds; one that cannot be read or is no JSON is named, with what to do about it."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -14,8 +14,8 @@ from ermoe.console import parse_command
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ermoe.models.costs import Way
     from ermoe.models.count import Count
+    from ermoe.models.presets import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +45,44 @@ def run(argv: list[str]) -> None:
 
 
 def _show_preset(name: str, console: Console) -> None:
-    from ermoe.models import costs
-    from ermoe.models.presets import PRESETS, preset
+    from ermoe.models import presets
 
-    chosen = preset(name)
-    console.print(f"[bold]{name}[/bold]: {' '.join((PRESETS[name].__doc__ or '').split())}")
-    _show(name, costs.count_preset(chosen), console)
-    console.print(_ways(costs.three_ways(chosen)))
-    if name in costs.PAPER:
-        console.print(costs.WHAT_DOES_NOT_FIT)
+    chosen = presets.preset(name)
+    console.print(f"[bold]{name}[/bold]: {' '.join((presets.PRESETS[name].__doc__ or '').split())}")
+    _show(name, presets.count_preset(chosen), console)
+    console.print(_ways(presets.three_ways(chosen)))
+    if name in presets.PAPER:
+        console.print(presets.WHAT_DOES_NOT_FIT)
 
 
 def _show(name: str, counted: Count, console: Console) -> None:
-    from ermoe.models import costs
+    from ermoe.models import presets
 
     console.print(_sizes(name, counted))
     parts = _table("part", "multiply-adds", "share")
-    for row in costs.parts(counted):
+    for row in presets.parts(counted):
         parts.add_row(*row)
     console.print(parts)
 
 
 def _sizes(name: str, counted: Count) -> Table:
-    from ermoe.models import costs
+    from ermoe.models import presets
 
     table = _table("", "counted", "paper prints")
-    paper = costs.PAPER.get(name)
+    paper = presets.PAPER.get(name)
     flops, total, active, work, routing = counted.flops, "–", "–", "–", "–"
     if paper is not None:
         total, active, work = f"{paper.total:.1f} M", f"{paper.active:.1f} M", f"{paper.multiply_adds:.1f} G"
         routing = f"{paper.routing:.2f} G" if paper.routing else "–"
-    table.add_row("parameters", costs.millions(counted.total_parameters), total)
-    table.add_row("active for a token", costs.millions(counted.active_parameters), active)
-    table.add_row("multiply-adds per image", costs.multiply_adds(flops.total), work)
-    table.add_row("  of which routing", costs.multiply_adds(flops.routing), routing)
+    table.add_row("parameters", presets.millions(counted.total_parameters), total)
+    table.add_row("active for a token", presets.millions(counted.active_parameters), active)
+    table.add_row("multiply-adds per image", presets.multiply_adds(flops.total), work)
+    table.add_row("  of which routing", presets.multiply_adds(flops.routing), routing)
     return table
 
 
 def _ways(ways: list[Way]) -> Table:
-    from ermoe.models import costs
+    from ermoe.models import presets
 
     v_moe = ways[-1].count.flops.experts
     table = _table(
@@ -92,10 +91,10 @@ def _ways(ways: list[Way]) -> Table:
     for way in ways:
         table.add_row(
             way.name,
-            costs.millions(way.count.total_parameters),
-            costs.multiply_adds(way.count.flops.experts),
+            presets.millions(way.count.total_parameters),
+            presets.multiply_adds(way.count.flops.experts),
             f"{way.count.flops.experts / v_moe:.2f} ×",
-            costs.multiply_adds(way.count.flops.routing + way.count.flops.context),
+            presets.multiply_adds(way.count.flops.routing + way.count.flops.context),
             way.parity,
         )
     return table

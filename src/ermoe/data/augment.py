@@ -288,6 +288,4 @@ def in_memory(images: Images, side: int, *, portion: int = 256, shows_progress: 
     cut = Transform(side)
     starts = track(range(0, len(images), portion), "reading", transient=True, disable=not shows_progress)
     parts = [cut.host(images, np.arange(start, min(start + portion, len(images))), epoch=0) for start in starts]
-    return ImagesInMemory(
-        torch.cat(parts), summary=images.summary, split=images.split, classes=images.classes, label_N=images.label_N
-    )
+    return ImagesInMemory(torch.cat(parts), **images.about)

@@ -57,7 +57,9 @@ def read(root: Path, split: str) -> ImagesInFiles:
         return _read_unsplit(root, split)
     classes = _class_folders(train)
     listing = _Listing()
-    folder = train if split == "train" else _test_folder(root)
+    folder = _split_folder(root, split)
+    if folder is None:
+        raise UserError(f"{root} has a folder for training, but none of {', '.join(SPLIT_NAMES['test'])}: add one")
     present = _class_folders(folder)
     if unknown := sorted(set(present) - set(classes)):
         raise UserError(
@@ -125,13 +127,6 @@ def _images(root: Path, split: str, classes: list[str], listing: _Listing, summa
 
 def _split_folder(root: Path, split: str) -> Path | None:
     return next((root / name for name in SPLIT_NAMES[split] if (root / name).is_dir()), None)
-
-
-def _test_folder(root: Path) -> Path:
-    folder = _split_folder(root, "test")
-    if folder is None:
-        raise UserError(f"{root} has a folder for training, but none of {', '.join(SPLIT_NAMES['test'])}: add one")
-    return folder
 
 
 def _class_folders(folder: Path) -> list[str]:

@@ -9,7 +9,8 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ermoe.data.decode import decode
 from ermoe.errors import UserError
-from ermoe.files import naming_what_cannot_be_read, printable, read_bytes
+from ermoe.files import StrPath, naming_what_cannot_be_read, printable, read_bytes
 
 SPLITS = ("train", "test")
 
@@ -55,6 +56,11 @@ class Images(ABC):
         """How many images each class has."""
         counts = torch.bincount(self.label_N, minlength=len(self.classes)).tolist()
         return dict(zip(self.classes, counts, strict=True))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The fields that every set of images has, for another one."""
+        return {field.name: getattr(self, field.name) for field in fields(Images)}
 
     @property
     def found(self) -> str:
@@ -117,22 +123,10 @@ class _SomeImages(Images):
         return self.images.read(int(self.index_N[index]))
 
 
-def some_of(
-    images: Images,
-    index_N: NDArray[np.int64],
-    *,
-    summary: str | None = None,
-    classes: Sequence[str] | None = None,
-    label_N: Tensor | None = None,
-) -> Images:
-    """The images at some places of a set, in that order; with ``classes`` and ``label_N``, named anew."""
+def some_of(images: Images, index_N: NDArray[np.int64], **anew: Any) -> Images:
+    """The images at some places of a set, in that order; ``anew`` are fields of `Images` that are to differ."""
     rows = torch.from_numpy(index_N)
-    about: dict[str, Any] = {
-        "summary": images.summary if summary is None else summary,
-        "split": images.split,
-        "classes": images.classes if classes is None else classes,
-        "label_N": images.label_N[rows] if label_N is None else label_N,
-    }
+    about = {**images.about, "label_N": images.label_N[rows], **anew}
     if isinstance(images, ImagesInMemory):
         return ImagesInMemory(images.image_NCHW[rows], **about)
     return _SomeImages(images, index_N, **about)
@@ -153,7 +147,7 @@ def _check_labels(summary: str, classes: list[str], label_N: Tensor) -> None:
         )
 
 
-def open_images(path: str | os.PathLike[str], split: str = "train") -> Images:
+def open_images(path: StrPath, split: str = "train") -> Images:
     """One split, "train" or "test", of the images at ``path``, a folder or a name.
 
     Recognised are CIFAR-10 and CIFAR-100 (binary release, or the pickled one if its published checksums match),
@@ -237,11 +231,18 @@ def digits(held_out: float = 1 / 3, *, seed: int = 0) -> tuple[Split, Split]:
     >>> train.image.shape, len(test)
     (torch.Size([1198, 1, 8, 8]), 599)
     """
-    from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
+
+    image, label = _all_digits()
+    train, test = train_test_split(range(len(label)), test_size=held_out, stratify=label, random_state=seed)
+    return Split(image[train], label[train]), Split(image[test], label[test])
+
+
+@cache  # a text file, slow to parse
+def _all_digits() -> tuple[Tensor, Tensor]:
+    """Images and digits in scikit-learn's order."""
+    from sklearn.datasets import load_digits
 
     pixels, label = load_digits(return_X_y=True)
     image = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16  # stored as counts from 0 to 16
-    train, test = train_test_split(range(len(label)), test_size=held_out, stratify=label, random_state=seed)
-    label = torch.from_numpy(label)
-    return Split(image[train], label[train]), Split(image[test], label[test])
+    return image, torch.from_numpy(label)

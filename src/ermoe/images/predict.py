@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ermoe.data.augment import Transform
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import read_json
+from ermoe.files import StrPath, read_json
 from ermoe.images.run import as_model, transform_for
 
 _BATCH_SIZE = 16
@@ -74,7 +73,7 @@ def _rank(
     return list(zip(chance_BK.tolist(), class_BK.tolist(), strict=True))
 
 
-def class_names(place: str | os.PathLike[str], num_classes: int) -> list[str]:
+def class_names(place: StrPath, num_classes: int) -> list[str]:
     """The names of the classes of a run, or of the run a model folder lies in; else their numbers."""
     names = _known_classes(place)
     return names if names is not None and len(names) == num_classes else [str(n) for n in range(num_classes)]
@@ -91,7 +90,7 @@ def check_classes(place: str, num_classes: int, data: str, classes: list[str]) -
         raise UserError(f"{place} knows the class {mine!r} where {data} has {other!r}: {advice}")
 
 
-def _known_classes(place: str | os.PathLike[str]) -> list[str] | None:
+def _known_classes(place: StrPath) -> list[str] | None:
     """What a run left beside its configuration, for itself or for a model in it; None where there is nothing."""
     folder = Path(place).resolve()
     for candidate in (folder, *folder.parents[:3]):

@@ -26,7 +26,7 @@ from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.data.order import Order, hashed
 from ermoe.errors import UserError
-from ermoe.files import Json
+from ermoe.files import Json, StrPath
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
 from ermoe.images.rivals.image_level import image_level
 from ermoe.models.upcycle import restart_ffns, upcycle
@@ -49,8 +49,8 @@ _PROBE_TOKENS = 2**16
 
 def train(
     preset: str | Recipe,
-    data: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    data: StrPath,
+    folder: StrPath,
     *,
     compute: Compute | None = None,
     resume: str = "auto",
@@ -92,7 +92,7 @@ class LabelledImages:
             raise UserError(f"{self.test.summary}: its classes are not those of the training set; look at the path")
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> LabelledImages:
+    def open(cls, path: StrPath) -> LabelledImages:
         """What `ermoe.open_images` finds at ``path``."""
         return cls(os.fspath(path), open_images(path, "train"), open_images(path, "test"))
 
@@ -127,7 +127,11 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
     """The model of a recipe; its random numbers are a function of the seed."""
     torch.manual_seed(recipe.training.seed)
     if recipe.architecture in IMAGE_LEVEL:
-        return _image_level(recipe, num_classes)
+        if recipe.weights is not None:
+            raise UserError(
+                f"weights={recipe.weights}: {recipe.architecture} networks start from scratch; leave the option out"
+            )
+        return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
     generator = torch.Generator().manual_seed(recipe.training.seed)
     model = _timm_model(recipe, num_classes)
     if recipe.init == "same" and recipe.weights is None:
@@ -137,14 +141,6 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.sparsity is None:
         return model
     return upcycle(model, init=recipe.init, inplace=True, generator=generator, **recipe.sparsity)
-
-
-def _image_level(recipe: Recipe, num_classes: int) -> nn.Module:
-    if recipe.weights is not None:
-        raise UserError(
-            f"weights={recipe.weights}: {recipe.architecture} networks start from scratch; leave the option out"
-        )
-    return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
 
 
 def _timm_model(recipe: Recipe, num_classes: int) -> nn.Module:
@@ -192,12 +188,9 @@ class Classification:
             num_parts=training.accumulate,
             compute=compute,
         )
-        self.test_loader = Loader(plain.of(data.test), batch_size=training.batch_size, compute=compute)
-        self.validation_loader = (
-            None
-            if validation is None
-            else Loader(plain.of(validation), batch_size=training.batch_size, compute=compute)
-        )
+        judged: dict[str, Any] = {"batch_size": training.batch_size, "compute": compute}
+        self.test_loader = Loader(plain.of(data.test), **judged)
+        self.validation_loader = None if validation is None else Loader(plain.of(validation), **judged)
         self._probe: dict[str, Tensor] = {}
         self._drift: dict[str, float] = {}
 
@@ -240,7 +233,8 @@ class Classification:
         figures = over_layers(layers)
         probe = self._experts_of_probe()
         if all(name in self._probe and self._probe[name].shape == used.shape for name, used in probe.items()):
-            figures["fluctuation"] = statistics.fmean(_changed(self._probe[name], probe[name]) for name in probe)
+            changed = (measures.changed(self._probe[name], used) for name, used in probe.items())
+            figures["fluctuation"] = statistics.fmean(float(changed_P.float().mean()) for changed_P in changed)
         self._probe = probe
         for layer, measured in layers.items():
             figures |= {f"{layer}/{name}": value for name, value in measured.items() if not math.isnan(value)}
@@ -310,10 +304,6 @@ def _sums(logit_BC: Tensor, label_B: Tensor) -> Tensor:
     return torch.stack(
         [loss.double(), hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]
     ).double()
-
-
-def _changed(before_PE: Tensor, after_PE: Tensor) -> float:
-    return float(measures.changed(before_PE, after_PE).float().mean())
 
 
 def as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ Letters: T tokens, D model width, H hidden width, E experts, K experts per token
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +31,8 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
 from ermoe.models.eigen_init import svd
 from ermoe.models.equal_load import equal_load_offsets
-from ermoe.models.passes import run
-from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore, TopKRouter
+from ermoe.models.passes import evaluating, run
+from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, MoE, PrototypeScore, TopKRouter
 from ermoe.nn.scores import project
 
 MAX_TOKENS = 131_072
@@ -93,13 +92,9 @@ def sample_tokens(
     samples = {name: TokenSample(max_tokens, seed) for name in networks}
 
     def keeper(sample: TokenSample) -> Any:
-        return lambda norm, inputs, z: sample.add(z.detach().flatten(0, -2))
+        return lambda norm, args, kwargs, z: sample.add(z.detach().flatten(0, -2))
 
-    with ExitStack() as hooks:
-        for name, ffn in networks.items():
-            hooks.callback(ffn.norm.register_forward_hook(keeper(samples[name])).remove)
-        if run(model, batches) == 0:
-            raise UserError("calibration= has no batches: pass a list or a data loader, not an exhausted iterator")
+    run(model, batches, {ffn.norm: keeper(samples[name]) for name, ffn in networks.items()})
     return {name: sample.tokens() for name, sample in samples.items()}
 
 
@@ -364,12 +359,12 @@ class _Moments:
 def _judge(layer: MixtureLayer, ffn: FFN, fitted_TD: Tensor, apart_TD: Tensor) -> GroupFit:
     router = layer.router
     assert isinstance(router, TopKRouter)
+    assert isinstance(layer, MoE)
     one = fitted(ffn, fitted_TD, *layer.experts.size)
     routing = router.choose(_scores(layer, apart_TD))
     wanted_TD = ffn(apart_TD)
-    was_training = layer.training
-    mixed_TD = layer.eval().mix(apart_TD, routing)  # type: ignore[operator]
-    layer.train(was_training)
+    with evaluating(layer):
+        mixed_TD = layer.mix(apart_TD, routing)
     load_E = routing.count_E.double()
     return GroupFit(
         error=_relative(mixed_TD, wanted_TD),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
+from ermoe.models.passes import evaluating
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore
 
 _SMALLEST_RATIO = 1e-4
@@ -82,16 +83,12 @@ def fill_from_dense(layer: MixtureLayer, ffn: FFN) -> None:
     down = layer.experts.down
     for stacked, dense in zip(layer.experts.linears(), ffn.linears(), strict=True):
         if isinstance(stacked, DenseLinear):
-            _copy_dense(stacked, dense)
+            stacked.W.copy_(dense.W)
+            _copy_bias(stacked, dense.b)
         else:
             _fill_eigen(stacked, dense, interleave=stacked is not down)
     if layer.score is not None and layer.score.basis is not None:
         _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
-
-
-def _copy_dense(stacked: DenseLinear, dense: Linear) -> None:
-    stacked.W.copy_(dense.W)
-    _copy_bias(stacked, dense.b)
 
 
 def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> None:
@@ -138,7 +135,6 @@ def output_error(layer: MixtureLayer, ffn: FFN, x_TD: Tensor | None = None) -> f
     count_E = torch.zeros(layer.experts.num_experts, dtype=torch.long, device=x_TD.device)
     count_E[0] = len(x_TD)
     y_TD = ffn(x_TD)
-    was_training = layer.training
-    y_sparse_TD = layer.eval().experts(x_TD, count_E)
-    layer.train(was_training)
+    with evaluating(layer):
+        y_sparse_TD = layer.experts(x_TD, count_E)
     return float((y_sparse_TD - y_TD).norm() / y_TD.norm())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
 from ermoe.models.passes import evaluating, every_expert, input_shape
 from ermoe.nn import MoE, moe_layers
@@ -45,7 +44,7 @@ class Exported:
 
 def export(
     model: nn.Module,
-    file: str | os.PathLike[str],
+    file: StrPath,
     *,
     image_size: int | tuple[int, ...] | None = None,
     path: str = "every-expert",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import uuid
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import Json, replacing
+from ermoe.files import Json, StrPath, replacing
 from ermoe.models.backbones import family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
@@ -49,7 +48,7 @@ class Description(TypedDict):
     merged: bool
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save(model: nn.Module, folder: StrPath) -> None:
     """Writes a model, sparse or dense, into a folder, from which `ermoe.load` and timm's ``local-dir:`` build it again.
 
     Both files are written whole before either replaces its predecessor, so a save that fails in writing leaves the
@@ -66,7 +65,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         config_draft.write_text(text + "\n", encoding="utf-8")
 
 
-def load(source: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> nn.Module:
+def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
     """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name")."""
     folder = _folder(source)
     config = _read_config(folder / CONFIG)
@@ -86,7 +85,7 @@ def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
         logging.getLogger("ermoe").warning("%s holds weights in %s: %s", folder, weight.dtype, problem)
 
 
-def weightless(source: str | os.PathLike[str]) -> nn.Module:
+def weightless(source: StrPath) -> nn.Module:
     """The model that `save` wrote, on the meta device: its shape without its weights."""
     folder = _folder(source)
     return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
@@ -139,7 +138,7 @@ def _own_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
-def _folder(source: str | os.PathLike[str]) -> Path:
+def _folder(source: StrPath) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -256,7 +255,7 @@ def _clear_balances(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def read_checkpoint(path: StrPath) -> dict[str, Tensor]:
     """The tensors of a .safetensors, .npz or torch file, by name, on the CPU.
 
     Whatever goes wrong in reading, one sentence says it: what a reader raises on damaged bytes is anybody's guess.
@@ -329,7 +328,7 @@ def load_state(
     model: nn.Module,
     state: dict[str, Tensor],
     *,
-    source: str | os.PathLike[str],
+    source: StrPath,
     strict: bool = True,
     resized: tuple[str, ...] = (),
 ) -> Fit:

@@ -5,8 +5,8 @@ The latter take the path that is the same for all tokens: every expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,22 +19,26 @@ from ermoe.nn import moe_layers
 
 
 @torch.no_grad()
-def run(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Runs the model in evaluation mode over batches, and returns how many there were.
+def run(model: nn.Module, batches: Iterable[Any], hooks: Mapping[nn.Module, Callable[..., None]]) -> None:
+    """Runs the model in evaluation mode over batches, of which there must be some.
 
-    A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments.
+    A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments. A hook is
+    given its module, the arguments, the keyword arguments and the output of each of its calls.
     """
     refuse_tensor(batches)
     device = next(model.parameters()).device
     count = 0
-    with evaluating(model):
+    with evaluating(model), ExitStack() as hooked:
+        for module, hook in hooks.items():
+            hooked.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for batch in batches:
             if isinstance(batch, dict):
                 model(**{name: _finite(value).to(device) for name, value in batch.items()})
             else:
-                model(_finite(_images(batch)).to(device))
+                model(_finite(images_of(batch)).to(device))
             count += 1
-    return count
+    if count == 0:
+        raise UserError("there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator")
 
 
 @contextmanager
@@ -61,8 +65,9 @@ def _finite(inputs: Tensor) -> Tensor:
     return inputs
 
 
-def _images(batch: Any) -> Tensor:
-    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+def images_of(batch: Any) -> Tensor:
+    """The images of a batch: itself, its first part, or what it calls ``image``."""
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else getattr(batch, "image", batch)
     if not isinstance(images, Tensor):
         raise UserError(
             f"a batch is a {type(batch).__name__}: need a tensor of images, a tuple that starts with one, or a mapping "

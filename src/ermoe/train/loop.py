@@ -8,7 +8,6 @@ run that was killed anywhere ends exactly as if nothing had happened.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from ermoe import cpu
 from ermoe.errors import UserError
-from ermoe.files import Json, to_json
+from ermoe.files import Json, StrPath, to_json
 from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import retract
 from ermoe.train import checkpoint
@@ -92,7 +91,7 @@ class Recipe(Protocol[Data]):
 def train(
     recipe: Recipe[Data],
     data: Data,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     compute: Compute | None = None,
     resume: str = "auto",
@@ -110,7 +109,7 @@ def train(
 def fit(
     task: Task,
     settings: Training,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     config: Json | None = None,
     beside: Mapping[str, Any] | None = None,
@@ -139,7 +138,7 @@ def fit(
     steps_per_epoch, figures = task.steps_per_epoch, where.figures
     first_step, total_steps = where.epoch * steps_per_epoch + where.step, settings.epochs * steps_per_epoch
     log = Log(run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=compute.console)
-    with run.guarded(), log:
+    with run.guarded(), log.going_on():
         for epoch in range(where.epoch, settings.epochs):
             first_step = where.step if epoch == where.epoch else 0
             for step, parts in enumerate(task.batches(epoch, first_step), first_step):

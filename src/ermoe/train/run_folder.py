@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ermoe.errors import UserError
-from ermoe.files import Json, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
+from ermoe.files import Json, StrPath, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
 from ermoe.models.io import CONFIG, WEIGHTS
 from ermoe.train.compute import Processes, wait_for_all
 from ermoe.train.settings import Training
@@ -131,7 +130,7 @@ class RunFolder:
                 write_json(self.folder / name, content)
 
 
-def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | os.PathLike[str]:
+def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
     is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
@@ -236,18 +235,16 @@ class Log:
         self._progress = Progress(*columns, console=console, disable=console.quiet or not self._has_bar)
         self._bar = self._progress.add_task("", total=total_steps, completed=first_step, figures="")
 
-    def __enter__(self) -> Log:
-        if self.is_main:
-            forget_lines_after(self.run.metrics, self.first_step)
-            forget_lines_after(self.run.timing, self.first_step)
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.is_main:
-            self._progress.stop()
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within the block the bar is shown; what an earlier life of the run wrote after its checkpoint is dropped."""
+        if not self.is_main:
+            yield
+            return
+        forget_lines_after(self.run.metrics, self.first_step)
+        forget_lines_after(self.run.timing, self.first_step)
+        with self._progress:
+            yield
 
     def step(self, step: int) -> None:
         """Moves the bar."""

@@ -7,9 +7,8 @@ from torch import nn
 
 import ermoe
 from ermoe.models.backbones import FFN, Linear
-from ermoe.models.eigen_init import interleaved, svd
+from ermoe.models.eigen_init import Moments, collect, interleaved, svd
 from ermoe.models.families.timm_vit import FAMILY
-from ermoe.models.moments import Moments, collect
 from support.backbones import build, outputs, photographs
 
 

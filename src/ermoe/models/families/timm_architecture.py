@@ -7,6 +7,7 @@ property in which it differs from the plain architecture becomes an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import timm
@@ -20,6 +21,7 @@ from ermoe.errors import UserError
 from ermoe.files import Json
 from ermoe.models.backbones import dense_network
 
+_ROTATION = ("temperature", "grid_offset", "grid_indexing", "shift_coords", "jitter_coords", "rescale_coords")
 _FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
 
@@ -50,25 +52,17 @@ def _rope(name: str) -> Callable[[Any], Any]:
 
 # Argument of timm.create_model -> how to read it off a model.
 _PROPERTIES: dict[str, Callable[[Any], Any]] = {
-    "num_classes": lambda m: m.num_classes,
-    "global_pool": lambda m: m.global_pool,
+    **{name: attrgetter(name) for name in ("num_classes", "global_pool", "embed_dim", "dynamic_img_size")},
+    **{f"rope_{name}": _rope(name) for name in _ROTATION},
+    "ref_feat_shape": _rope("ref_feat_shape"),
     "img_size": lambda m: list(m.patch_embed.img_size),
     "patch_size": lambda m: list(m.patch_embed.patch_size),
     "in_chans": lambda m: m.patch_embed.proj.in_channels,
-    "embed_dim": lambda m: m.embed_dim,
     "depth": lambda m: len(m.blocks),
     "num_heads": lambda m: m.blocks[0].attn.num_heads,
     "mlp_ratio": _mlp_ratio,
-    "dynamic_img_size": lambda m: m.dynamic_img_size,
     "dynamic_img_pad": lambda m: m.patch_embed.dynamic_img_pad,
     "pool_include_prefix": lambda m: getattr(m, "pool_include_prefix", False),
-    "rope_temperature": _rope("temperature"),
-    "rope_grid_offset": _rope("grid_offset"),
-    "rope_grid_indexing": _rope("grid_indexing"),
-    "rope_shift_coords": _rope("shift_coords"),
-    "rope_jitter_coords": _rope("jitter_coords"),
-    "rope_rescale_coords": _rope("rescale_coords"),
-    "ref_feat_shape": _rope("ref_feat_shape"),
     "rope_rotate_half": lambda m: getattr(m.blocks[0].attn, "rotate_half", False),
     "drop_rate": lambda m: _rate(m.head_drop),
     "pos_drop_rate": lambda m: _rate(m.pos_drop),
