@@ -33,7 +33,7 @@ from ermoe.brain.learning import learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
-from ermoe.plain import to_json
+from ermoe.files import to_json
 from ermoe.studies.queue import Job, run_queue
 from ermoe.studies.record import Record
 from ermoe.studies.tables import Show, Table, one_row_a_name

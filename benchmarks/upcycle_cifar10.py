@@ -26,7 +26,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ermoe
-from ermoe.data.catalogue import open_images
+from ermoe.data.images import open_images
 from ermoe.files import replacing
 from ermoe.studies.queue import Job, run_queue
 from ermoe.studies.record import Record

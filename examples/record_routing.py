@@ -9,7 +9,7 @@ import torch
 from timm.models import VisionTransformer
 
 import ermoe
-from ermoe.data.digits import digits
+from ermoe.data.images import digits
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # so small a model gains nothing from more

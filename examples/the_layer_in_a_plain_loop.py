@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ermoe
-from ermoe.data.digits import digits
+from ermoe.data.images import digits
 from ermoe.nn import ContextAttention, context
 
 DIM, EPOCHS, BATCH = 48, 12, 32

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ermoe
-from ermoe.data.digits import digits
+from ermoe.data.images import digits
 
 EPOCHS, BATCH, LAMBDA = 10, 64, 5e-5
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ermoe
-from ermoe.data.digits import digits
+from ermoe.data.images import digits
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     print("skipped: this example needs transformers and accelerate (pip install transformers accelerate)")

@@ -13,14 +13,13 @@ from ermoe._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
-    from ermoe.data.catalogue import open_images
+    from ermoe.data.images import open_images
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
-    from ermoe.models.dense import to_dense
     from ermoe.models.export import export
     from ermoe.models.freeze import freeze, unfreeze
     from ermoe.models.io import load, save
-    from ermoe.models.merge import merge
+    from ermoe.models.merge import merge, to_dense
     from ermoe.models.presets import preset
     from ermoe.models.upcycle import upcycle
     from ermoe.models.vit3d import ViT3D
@@ -32,61 +31,31 @@ if TYPE_CHECKING:
 
 forward_old_names()
 
-_HOME = {
-    "EigenMoE": "ermoe.nn",
-    "MoE": "ermoe.nn",
-    "Routing": "ermoe.nn",
-    "ViT3D": "ermoe.models.vit3d",
-    "auxiliary_loss": "ermoe.nn.rivals.losses",
-    "build_layer": "ermoe.nn.registry",
-    "calibrate": "ermoe.models.calibrate",
-    "count": "ermoe.models.count",
-    "export": "ermoe.models.export",
-    "freeze": "ermoe.models.freeze",
-    "load": "ermoe.models.io",
-    "load_weights": "ermoe.models.weights.foreign",
-    "merge": "ermoe.models.merge",
-    "no_weight_decay": "ermoe.nn",
-    "open_captions": "ermoe.retrieval.captions.catalogue",
-    "open_images": "ermoe.data.catalogue",
-    "orthogonality_loss": "ermoe.nn",
-    "preset": "ermoe.models.presets",
-    "record_routing": "ermoe.analysis.recorder",
-    "retract": "ermoe.nn",
-    "save": "ermoe.models.io",
-    "to_dense": "ermoe.models.dense",
-    "unfreeze": "ermoe.models.freeze",
-    "upcycle": "ermoe.models.upcycle",
-    "update_balance": "ermoe.nn",
+_HOMES = {
+    "ermoe.analysis.recorder": ("record_routing",),
+    "ermoe.data.images": ("open_images",),
+    "ermoe.models.calibrate": ("calibrate",),
+    "ermoe.models.count": ("count",),
+    "ermoe.models.export": ("export",),
+    "ermoe.models.freeze": ("freeze", "unfreeze"),
+    "ermoe.models.io": ("load", "save"),
+    "ermoe.models.merge": ("merge", "to_dense"),
+    "ermoe.models.presets": ("preset",),
+    "ermoe.models.upcycle": ("upcycle",),
+    "ermoe.models.vit3d": ("ViT3D",),
+    "ermoe.models.weights.foreign": ("load_weights",),
+    "ermoe.nn": ("EigenMoE", "MoE", "Routing", "no_weight_decay", "orthogonality_loss", "retract", "update_balance"),
+    "ermoe.nn.registry": ("build_layer",),
+    "ermoe.nn.rivals.losses": ("auxiliary_loss",),
+    "ermoe.retrieval.captions.catalogue": ("open_captions",),
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EigenMoE",
-    "MoE",
-    "Routing",
-    "ViT3D",
-    "auxiliary_loss",
-    "build_layer",
-    "calibrate",
-    "count",
-    "export",
-    "freeze",
-    "load",
-    "load_weights",
-    "merge",
-    "no_weight_decay",
-    "open_captions",
-    "open_images",
-    "orthogonality_loss",
-    "preset",
-    "record_routing",
-    "retract",
-    "save",
-    "to_dense",
-    "unfreeze",
-    "upcycle",
-    "update_balance",
-]
+    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "export", "freeze",
+    "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
+    "record_routing", "retract", "save", "to_dense", "unfreeze", "upcycle", "update_balance",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

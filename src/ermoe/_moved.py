@@ -13,6 +13,34 @@ from types import ModuleType
 # Old prefix -> new one; the longest that fits counts.
 _HOMES = {
     **{
+        f"ermoe.{part}": f"ermoe.{home}"
+        for home, parts in {
+            "cli.main": ("cli.image",),
+            "data.augment": ("data.rand_augment",),
+            "data.images": ("data.catalogue", "data.digits"),
+            "data.order": ("data.randomness",),
+            "files": ("data.reading",),
+            "images.run": ("tasks.image.classification",),
+            "models.backbones": ("models.ffn", "models.sparse_block"),
+            "models.calibrate": ("models.equal_load",),
+            "models.eigen_init": ("models.moments",),
+            "models.families.timm_vit": ("models.families.timm_ffn",),
+            "models.io": ("models.weights.checkpoints", "models.weights.rebuild", "models.weights.state"),
+            "models.merge": ("models.dense",),
+            "models.passes": ("models.batches", "models.static_path"),
+            "models.presets": ("models.costs",),
+            "models.upcycle": ("models.sparsity",),
+            "models.vit3d": ("models.families.volume",),
+            "train.compute": ("train.distributed",),
+            "train.loader": ("data.ahead", "data.loader"),
+            "train.loop": ("train.task",),
+            "train.run_folder": ("train.board", "train.progress"),
+            "train.settings": ("models.scratch",),
+            "train.trainer": ("train.average", "train.optim"),
+        }.items()
+        for part in parts
+    },
+    **{
         f"ermoe.brain.{part}": f"ermoe.brain.{home}"
         for home, parts in {
             "batches": ("variants",),
@@ -48,7 +76,6 @@ _HOMES = {
     "ermoe.cli.retrieve": "ermoe.retrieval.commands",
     "ermoe.data.brain": "ermoe.brain.data",
     "ermoe.data.captions": "ermoe.retrieval.captions",
-    "ermoe.data.loader": "ermoe.train.loader",
     "ermoe.data.check": "ermoe.images.check",
     "ermoe.data.shapes": "ermoe.retrieval.shapes",
     "ermoe.models.baselines": "ermoe.images.rivals",

@@ -1,19 +1,33 @@
-"""Writing files so that nobody ever reads half of one, and what the disk refuses is said in one sentence."""
+"""Files: written so that nobody ever reads half of one, read so that one sentence says why not; and settings as JSON.
+
+There is one pair of functions, `to_json` and `from_json`, for every frozen dataclass that is written to a file.
+"""
 
 from __future__ import annotations
 
 import errno
+import gzip
 import json
+import math
 import os
 import re
+import types
+import typing
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ermoe.errors import UserError
 
+Json = dict[str, Any]
+"""An object as JSON has it: text, numbers, truth values, None, and lists and objects of these."""
+Settings = TypeVar("Settings")
+StrPath = str | os.PathLike[str]
+"""What names a file or folder."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
 
@@ -29,7 +43,7 @@ class UnwritableError(UserError):
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: StrPath) -> Iterator[Path]:
     """A path to write to. When the block succeeds, what was written takes the place of ``path`` in one step.
 
     Readers see the old file or the new one, also if the machine stops in between. When the block fails, the old file
@@ -84,31 +98,6 @@ def _refusal(problem: Exception, draft: Path) -> OSError | None:
     return None
 
 
-def cache_folder(name: str) -> Path:
-    """Where things of one kind are kept that can be made again: in ``$ERMOE_CACHE``, or among the user's caches.
-
-    >>> cache_folder("brain").name
-    'brain'
-    """
-    own = os.environ.get("ERMOE_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
-
-
-def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Replaces a file by ``content`` as JSON that people can read."""
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_json(path: str | os.PathLike[str], remedy: str) -> Any:
-    """What a file of JSON holds; one that cannot be read or is no JSON is named, with what to do about it."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
-        raise UserError(f"{path} cannot be read: {reason}; {remedy}") from problem
-
-
 def append(path: Path, data: bytes) -> None:
     """Adds ``data`` at the end of a file: all of it, or nothing if the disk refuses."""
     try:
@@ -138,3 +127,147 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder(name: str) -> Path:
+    """Where things of one kind are kept that can be made again: in ``$ERMOE_CACHE``, or among the user's caches.
+
+    >>> cache_folder("brain").name
+    'brain'
+    """
+    own = os.environ.get("ERMOE_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
+
+
+def read_bytes(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> bytes:
+    """What a file holds, unpacked if its name ends in .gz."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UserError(f"{printable(path)} cannot be read: {reason}; {remedy}") from problem
+
+
+def read_text(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> str:
+    """The text of a file, gzipped or not."""
+    data = read_bytes(path, remedy)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        line = data.count(b"\n", 0, problem.start) + 1
+        raise UserError(
+            f"{printable(path)} is not UTF-8 text: byte {problem.start}, in line {line}, is "
+            f"0x{data[problem.start]:02x}; convert it, for example with iconv -f latin1 -t utf-8"
+        ) from problem
+
+
+@contextmanager
+def naming_what_cannot_be_read() -> Iterator[None]:
+    """For looking around in folders: whatever the system refuses, to list or even to look at, is named."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            raise
+        refused = printable(problem.filename)
+        raise UserError(
+            f"{refused} cannot be read: {problem.strerror}; look at the path and its permissions"
+        ) from problem
+
+
+def is_hidden(path: Path, below: Path | None = None) -> bool:
+    """Whether a name begins with a dot: what systems keep for themselves, like the "._" twins that macOS leaves.
+
+    With ``below``, whether any folder from there on does.
+
+    >>> is_hidden(Path("anat/._sub-01_T1w.nii.gz")), is_hidden(Path("a/.git/b.png"), below=Path("a"))
+    (True, True)
+    """
+    parts = (path.name,) if below is None else path.relative_to(below).parts
+    return any(part.startswith(".") for part in parts)
+
+
+def printable(path: StrPath) -> str:
+    r"""A path for messages: bytes of its name that are not UTF-8, which no terminal can show, as escapes.
+
+    >>> print(printable(os.fsdecode(b"menu\xe9.png")))
+    menu\xe9.png
+    """
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def write_json(path: StrPath, content: Any) -> None:
+    """Replaces a file by ``content`` as JSON that people can read."""
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: StrPath, remedy: str) -> Any:
+    """What a file of JSON holds; one that cannot be read or is no JSON is named, with what to do about it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
+        raise UserError(f"{path} cannot be read: {reason}; {remedy}") from problem
+
+
+def to_json(value: Any) -> Any:
+    """Plain values: dataclasses and mappings become objects, sequences lists, paths text; NaN, which JSON lacks, None.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Grid:
+    ...     shape: tuple[int, int] = (2, 3)
+    >>> to_json({"grid": Grid(), "loss": float("nan")})
+    {'grid': {'shape': [2, 3]}, 'loss': None}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [to_json(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def from_json(kind: type[Settings], stored: Mapping[str, Any], *, source: str) -> Settings:
+    """The settings that `to_json` wrote; fields that are lacking have their defaults, unknown ones are refused.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Grid:
+    ...     shape: tuple[int, int] = (2, 3)
+    >>> from_json(Grid, {"shape": [4, 5]}, source="config.json")
+    Grid(shape=(4, 5))
+    """
+    known = typing.get_type_hints(kind)
+    names = {field.name for field in fields(kind) if field.init}  # type: ignore[arg-type]
+    if unknown := sorted(set(stored) - names):
+        raise UserError(f"{source} has the unknown settings {', '.join(unknown)}: it is of a newer ermoe")
+    return kind(**{name: _restored(known[name], value, source) for name, value in stored.items()})
+
+
+def _restored(kind: Any, value: Any, source: str) -> Any:
+    """A value of the type that a field declares: JSON has no tuples and no dataclasses."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        chosen = next((part for part in arguments if _fits(part, value)), None)
+        return value if chosen is None else _restored(chosen, value, source)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return from_json(kind, value, source=source)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list):
+        each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_restored(part, item, source) for part, item in zip(each, value, strict=True))
+    return value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if value is None or kind is types.NoneType:
+        return value is None and kind is types.NoneType
+    if isinstance(value, Mapping):
+        return is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping)
+    return not isinstance(value, list) or typing.get_origin(kind) is tuple

@@ -2,14 +2,12 @@
 
 import torch
 
-from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import ImagesInMemory
-from ermoe.images.classification import Classification
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
+from ermoe.images.run import Classification, LabelledImages
 from ermoe.train.compute import Compute
-from ermoe.train.loop import fit
-from ermoe.train.settings import Training
+from ermoe.train.loop import fit, means_among
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation, Training
 
 ARGS = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 SPARSITY = {"num_experts": 4, "rank": 12, "route_rank": 4}
@@ -33,7 +31,7 @@ def images(split, num_images=200, seed=0):
     label = torch.randint(0, 4, (num_images,), generator=generator)
     pixels = torch.randint(0, 128, (num_images, 3, 8, 8), generator=generator) + 40 * label.view(-1, 1, 1, 1)
     return ImagesInMemory(
-        pixels.clamp(max=255).to(torch.uint8), found=f"made for tests, {split}", split=split, classes=list("abcd"),
+        pixels.clamp(max=255).to(torch.uint8), summary=f"made for tests, {split}", split=split, classes=list("abcd"),
         label_N=label,
     )  # fmt: skip
 
@@ -76,5 +74,6 @@ def run(folder, chosen, *, group=None, before=None, task_only=False, data=None, 
     task = Stopping(chosen.build(4), data or labelled(), chosen, compute, before=before)
     if task_only:
         return task
-    fit(task, chosen.training, folder, config={"test": True}, group=compute.group, **options)
+    means, options = means_among({"group": compute.group, **options})
+    fit(task, chosen.training, folder, config={"test": True}, compute=means, **options)
     return task

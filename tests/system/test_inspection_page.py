@@ -5,8 +5,8 @@ import pytest
 
 from ermoe.analysis import plots
 from ermoe.analysis.patches import patch_experts, patch_grid
-from ermoe.data.catalogue import open_images
-from ermoe.images.classification import transform_for
+from ermoe.data.images import open_images
+from ermoe.images.run import transform_for
 from support.browser import CHROMIUM, Browser
 from support.inspected import model, write_report
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ermoe.data.catalogue import open_images
+from ermoe.data.images import open_images
 
 
 @pytest.mark.skipif("ERMOE_DATA" not in os.environ, reason="needs ERMOE_DATA, a folder with the packed data sets")

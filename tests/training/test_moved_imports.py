@@ -12,12 +12,12 @@ def test_old_names_give_the_same_modules_and_say_where_they_are():
             from ermoe.tasks.image.classification import Classification
             from ermoe.data.brain import splits
             import ermoe.data.brain.options
-        import ermoe.images.classification, ermoe.brain.data.splits
-        assert Classification is ermoe.images.classification.Classification
+        import ermoe.images.run, ermoe.brain.data.splits
+        assert Classification is ermoe.images.run.Classification
         assert splits is ermoe.brain.data.splits
         assert splits.__spec__.name == "ermoe.brain.data.splits"
         messages = [str(warning.message) for warning in said if "ermoe." in str(warning.message)]
-        assert "ermoe.tasks.image.classification is ermoe.images.classification now: import it from there" in messages
+        assert "ermoe.tasks.image.classification is ermoe.images.run now: import it from there" in messages
         print(len(messages), len(set(messages)))
     """
     count, distinct = subprocess.run(

@@ -15,7 +15,8 @@ from ermoe._moved import home_of
         ("ermoe.models.baselines.deep_moe", "ermoe.images.rivals.deep_moe"),
         ("ermoe.bench", "ermoe.studies.bench"),
         ("ermoe.nn.moe", None),
-        ("ermoe.data.catalogue", None),
+        ("ermoe.data.catalogue", "ermoe.data.images"),
+        ("ermoe.data.images", None),
     ],
 )
 def test_where_modules_went(old, new):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.plain import Json, from_json
+from ermoe.files import Json, from_json
 
 _LEAST_MASS = 1e-4  # of a bin, so that no age is impossible
 
@@ -170,9 +170,9 @@ AgeHead = AgeBins | AgeRegression
 
 
 def age_head(stored: Json, *, source: str) -> AgeHead:
-    """The head that `ermoe.plain.to_json` wrote.
+    """The head that `ermoe.files.to_json` wrote.
 
-    >>> from ermoe.plain import to_json
+    >>> from ermoe.files import to_json
     >>> age_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
     True
     """

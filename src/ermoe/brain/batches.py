@@ -20,10 +20,8 @@ from ermoe.brain.data.cache import VolumeCache
 from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.data.settings import VolumeAugmentation
 from ermoe.brain.inputs import VERSION, isolated_input, voxels, whole_input
-from ermoe.data.order import Indices
-from ermoe.data.randomness import hashed
-from ermoe.files import replacing
-from ermoe.plain import to_json
+from ermoe.data.order import Indices, hashed
+from ermoe.files import replacing, to_json
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 

@@ -14,8 +14,7 @@ from ermoe.brain.data.settings import num_channels, reduction
 from ermoe.brain.recipes import WITHOUT_CUBES, Recipe
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
-from ermoe.models.scratch import restart_ffns
-from ermoe.models.upcycle import upcycle
+from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.vit3d import ViT3D
 
 

@@ -16,7 +16,7 @@ from ermoe.brain.data.settings import reduction
 from ermoe.brain.metrics import figures
 from ermoe.brain.recipes import Recipe
 from ermoe.data.order import Order
-from ermoe.plain import Json
+from ermoe.files import Json
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
 
@@ -25,7 +25,7 @@ _WATCHED = ("mae", "rmse", "r", "slope")
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One stage of a network's learning; see `ermoe.train.recipe.TrainingData`.
+    """One stage of a network's learning; see `ermoe.train.loop.TrainingData`.
 
     Args:
         network: what learns: outputs (B, K) of volumes and masks, as many as ``head`` reads.
@@ -53,7 +53,7 @@ class Lesson:
 
 
 class Estimation:
-    """Trains the network of a lesson to tell ages; see `ermoe.train.task.Task`."""
+    """Trains the network of a lesson to tell ages; see `ermoe.train.loop.Task`."""
 
     goal = "minus_validation_mae"
 

@@ -23,8 +23,7 @@ from ermoe.brain.metrics import Figure, Retest, bootstrap, paired_difference, re
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import HeldOut, Outputs, held_out
 from ermoe.errors import UserError
-from ermoe.files import read_json
-from ermoe.plain import Json, from_json
+from ermoe.files import Json, from_json, read_json
 
 Array = NDArray[np.float64]
 _SMALLEST_LEVEL = 8

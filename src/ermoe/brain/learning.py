@@ -23,11 +23,10 @@ from ermoe.brain.inputs import VERSION
 from ermoe.brain.recipes import Recipe
 from ermoe.brain.regions import point_prototypes
 from ermoe.errors import UserError
-from ermoe.models.io import load
-from ermoe.models.weights.state import load_state
-from ermoe.plain import to_json
+from ermoe.files import to_json
+from ermoe.models.io import load, load_state
 from ermoe.train.compute import Compute
-from ermoe.train.recipe import train
+from ermoe.train.loop import train
 from ermoe.train.run_folder import RunFolder
 
 

@@ -22,9 +22,8 @@ from ermoe.brain.data.scans import canonical_id
 from ermoe.brain.data.settings import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.errors import UserError
-from ermoe.files import read_json, write_json
+from ermoe.files import Json, from_json, read_json, to_json, write_json
 from ermoe.models.io import load, save
-from ermoe.plain import Json, from_json, to_json
 
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3

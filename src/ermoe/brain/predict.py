@@ -18,8 +18,8 @@ from ermoe.brain.data.scans import Scan
 from ermoe.brain.inputs import voxels, whole_input
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import LEVEL
-from ermoe.data.ahead import Request, prepared
 from ermoe.errors import UserError
+from ermoe.train.loader import Request, prepared
 
 _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")

@@ -13,8 +13,7 @@ import tyro
 
 from ermoe.brain.data.settings import InputKind, Preprocessing, VolumeAugmentation, num_channels, reduction
 from ermoe.errors import UserError
-from ermoe.models.scratch import FROM_SCRATCH
-from ermoe.train.settings import STEADY_BASES, Training
+from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training
 
 if TYPE_CHECKING:
     from torch import nn

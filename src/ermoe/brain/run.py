@@ -29,9 +29,9 @@ from ermoe.brain.model import BrainAgeModel, hashed_parts
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
-from ermoe.plain import Json, to_json
+from ermoe.files import Json, to_json
 from ermoe.train.compute import Compute
-from ermoe.train.recipe import means_among
+from ermoe.train.loop import means_among
 from ermoe.train.run_folder import RunFolder
 
 _FEW = 200

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
+from ermoe.console import parse_command, say
 from ermoe.errors import UserError
 
 _SUFFIX = {"onnx": ".onnx", "torch": ".pt2"}
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Export:
     """Write a saved model as ONNX, or as a torch.export archive, and check its outputs against the model's.
 
     The file has fixed shapes. Along the path "every-expert" it runs all experts on all tokens: exact, at E / K times
@@ -37,30 +39,31 @@ class Options:
     fixed_batch: bool = False
     """One image at a time, instead of any number."""
 
+    def __call__(self, console: Console) -> None:
+        out = self._target()
+        from ermoe.models.export import export
+        from ermoe.models.io import load
+
+        exported = export(
+            load(self.model),
+            out,
+            image_size=self.image_size,
+            path=self.path,
+            capacity_factor=self.capacity_factor,
+            dynamic_batch=not self.fixed_batch,
+        )
+        say(console, f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their size")
+
+    def _target(self) -> Path:
+        suffix = _SUFFIX[self.to]
+        if self.out is None:
+            folder = Path(self.model)
+            return (folder if folder.is_dir() else Path(".")) / f"model{suffix}"
+        if self.out.suffix != suffix:
+            raise UserError(f"--out {self.out}: a file for --to {self.to} ends in {suffix}")
+        return self.out
+
 
 def run(argv: list[str]) -> None:
-    """Loads, exports, checks, and says what was written."""
-    options = tyro.cli(Options, prog="ermoe export", args=argv)
-    out = _target(options)
-    from ermoe.models.export import export
-    from ermoe.models.io import load
-
-    exported = export(
-        load(options.model),
-        out,
-        image_size=options.image_size,
-        path=options.path,
-        capacity_factor=options.capacity_factor,
-        dynamic_batch=not options.fixed_batch,
-    )
-    print(f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their size")
-
-
-def _target(options: Options) -> Path:
-    suffix = _SUFFIX[options.to]
-    if options.out is None:
-        folder = Path(options.model)
-        return (folder if folder.is_dir() else Path(".")) / f"model{suffix}"
-    if options.out.suffix != suffix:
-        raise UserError(f"--out {options.out}: a file for --to {options.to} ends in {suffix}")
-    return options.out
+    """Entry point of the command."""
+    parse_command(Export, argv, prog="ermoe export")(Console())

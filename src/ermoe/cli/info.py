@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from rich.console import Console
+
+from ermoe.console import parse_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ermoe.models.costs import Way
     from ermoe.models.count import Count
+    from ermoe.models.presets import Way
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Info:
     """Parameters and multiply-adds per image of a model, by part, beside the paper's figures.
 
     Presets: paper-b16, parity-b16, dense-experts-b16, v-moe-b16, vit-b16, small-s16, tiny-ti16. Nothing is downloaded
@@ -26,75 +29,60 @@ class Options:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|FOLDER")]
     """A preset, or a folder that ermoe.save wrote."""
 
+    def __call__(self, console: Console) -> None:
+        if not Path(self.model).is_dir():
+            _show_preset(self.model, console)
+            return
+        from ermoe.models.count import count
+        from ermoe.models.io import weightless
+
+        _show(self.model, count(weightless(self.model)), console)
+
 
 def run(argv: list[str]) -> None:
-    """Prints the tables."""
-    options = tyro.cli(Options, prog="ermoe info", args=argv)
-    if Path(options.model).is_dir():
-        _show_folder(options.model)
-    else:
-        _show_preset(options.model)
+    """Entry point of the command."""
+    parse_command(Info, argv, prog="ermoe info")(Console())
 
 
-def _show_preset(name: str) -> None:
-    from rich.console import Console
+def _show_preset(name: str, console: Console) -> None:
+    from ermoe.models import presets
 
-    from ermoe.models import costs
-    from ermoe.models.presets import PRESETS, preset
+    chosen = presets.preset(name)
+    console.print(f"[bold]{name}[/bold]: {' '.join((presets.PRESETS[name].__doc__ or '').split())}")
+    _show(name, presets.count_preset(chosen), console)
+    console.print(_ways(presets.three_ways(chosen)))
+    if name in presets.PAPER:
+        console.print(presets.WHAT_DOES_NOT_FIT)
 
-    chosen = preset(name)
-    console = Console()
-    console.print(f"[bold]{name}[/bold]: {' '.join((PRESETS[name].__doc__ or '').split())}")
-    counted = costs.count_preset(chosen)
+
+def _show(name: str, counted: Count, console: Console) -> None:
+    from ermoe.models import presets
+
     console.print(_sizes(name, counted))
-    console.print(_parts(counted))
-    console.print(_ways(costs.three_ways(chosen)))
-    if name in costs.PAPER:
-        console.print(costs.WHAT_DOES_NOT_FIT)
-
-
-def _show_folder(folder: str) -> None:
-    from rich.console import Console
-
-    from ermoe.models.count import count
-    from ermoe.models.io import weightless
-
-    counted = count(weightless(folder))
-    console = Console()
-    console.print(_sizes(folder, counted))
-    console.print(_parts(counted))
+    parts = _table("part", "multiply-adds", "share")
+    for row in presets.parts(counted):
+        parts.add_row(*row)
+    console.print(parts)
 
 
 def _sizes(name: str, counted: Count) -> Table:
-    from ermoe.models import costs
+    from ermoe.models import presets
 
     table = _table("", "counted", "paper prints")
-    paper = costs.PAPER.get(name)
-    table.add_row("parameters", costs.millions(counted.total_parameters), f"{paper.total:.1f} M" if paper else "–")
-    table.add_row(
-        "active for a token", costs.millions(counted.active_parameters), f"{paper.active:.1f} M" if paper else "–"
-    )
-    table.add_row(
-        "multiply-adds per image",
-        costs.multiply_adds(counted.flops.total),
-        f"{paper.multiply_adds:.1f} G" if paper else "–",
-    )
-    routing = f"{paper.routing:.2f} G" if paper and paper.routing else "–"
-    table.add_row("  of which routing", costs.multiply_adds(counted.flops.routing), routing)
-    return table
-
-
-def _parts(counted: Count) -> Table:
-    from ermoe.models import costs
-
-    table = _table("part", "multiply-adds", "share")
-    for row in costs.parts(counted):
-        table.add_row(*row)
+    paper = presets.PAPER.get(name)
+    flops, total, active, work, routing = counted.flops, "–", "–", "–", "–"
+    if paper is not None:
+        total, active, work = f"{paper.total:.1f} M", f"{paper.active:.1f} M", f"{paper.multiply_adds:.1f} G"
+        routing = f"{paper.routing:.2f} G" if paper.routing else "–"
+    table.add_row("parameters", presets.millions(counted.total_parameters), total)
+    table.add_row("active for a token", presets.millions(counted.active_parameters), active)
+    table.add_row("multiply-adds per image", presets.multiply_adds(flops.total), work)
+    table.add_row("  of which routing", presets.multiply_adds(flops.routing), routing)
     return table
 
 
 def _ways(ways: list[Way]) -> Table:
-    from ermoe.models import costs
+    from ermoe.models import presets
 
     v_moe = ways[-1].count.flops.experts
     table = _table(
@@ -103,10 +91,10 @@ def _ways(ways: list[Way]) -> Table:
     for way in ways:
         table.add_row(
             way.name,
-            costs.millions(way.count.total_parameters),
-            costs.multiply_adds(way.count.flops.experts),
+            presets.millions(way.count.total_parameters),
+            presets.multiply_adds(way.count.flops.experts),
             f"{way.count.flops.experts / v_moe:.2f} ×",
-            costs.multiply_adds(way.count.flops.routing + way.count.flops.context),
+            presets.multiply_adds(way.count.flops.routing + way.count.flops.context),
             way.parity,
         )
     return table

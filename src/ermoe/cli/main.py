@@ -1,7 +1,7 @@
 """The ``ermoe`` command: finds the command, runs it, and turns what went wrong into one sentence.
 
-Nothing here imports torch, so that help appears at once. A command is a module with ``run(argv)``; it reads its options
-with tyro before it imports anything heavy.
+Nothing here imports torch, so that help appears at once. A command is a function of what was typed, by default ``run``
+of its module; it reads its options with tyro before it imports anything heavy.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from importlib import import_module
 
 from ermoe import cpu
 from ermoe._version import __version__
+from ermoe.console import run_command
 from ermoe.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("ermoe.studies.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
-    "image": ("ermoe.cli.image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "image": ("ermoe.cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
     "brain": ("ermoe.brain.commands", "brain age from T1 scans: check, train, report, predict; research use only"),
     "inspect": ("ermoe.explore.commands", "see how the experts of one or more models are used, in one HTML file"),
     "retrieve": (
@@ -35,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "time the layer and whole models beside their peers, as ratios in one run",
     ),
 }
-"""Name → (module, what it does in one line)."""
+"""Name → (module or module:function, what it does in one line)."""
 
 INTERRUPTED = 130
 MISTAKEN = 2
@@ -66,8 +67,18 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(_unknown(name))
     if not {"-h", "--help"} & set(rest):
         _limit_cpu()
-    import_module(COMMANDS[name][0]).run(rest)
+    module, _, function = COMMANDS[name][0].partition(":")
+    getattr(import_module(module), function or "run")(rest)
     return 0
+
+
+def run_image(argv: list[str]) -> None:
+    """``ermoe image``: the commands of image classification, and the study that compares its presets."""
+    from ermoe.images import commands
+    from ermoe.studies.image_command import Comparison
+
+    description = "Train, evaluate, probe and use image classifiers."
+    run_command({**commands.COMMANDS, "study": Comparison}, argv, prog="ermoe image", description=description)
 
 
 def _limit_cpu() -> None:

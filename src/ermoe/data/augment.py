@@ -3,12 +3,13 @@
 Images are worked on in batches. `Transform.host` reads, crops, flips and distorts bytes, in worker processes if there
 are any; `Transform.device` does what is cheaper on the training device: it makes numbers of them, erases and mixes.
 
-Letters: B images, C channels, S pixels of a side.
+Letters: B images, C channels, H and W pixels, S pixels of a side of a square image, O operations per image.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +21,14 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torchvision.transforms import v2
 
-from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import Images, ImagesInMemory
-from ermoe.data.order import Indices
-from ermoe.data.rand_augment import rand_augment
-from ermoe.data.randomness import uniform
+from ermoe.data.order import Indices, uniform
 from ermoe.errors import UserError
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_F = v2.functional
+_BINS = 31  # of magnitudes
 _GEOMETRY, _DISTORTION, _ERASING, _MIXING = range(4)  # independent streams of numbers for each image
 
 
@@ -160,7 +161,7 @@ def resized_crop(height: int, width: int, number_K: NDArray[np.float64]) -> tupl
 
 
 def _crop(image_CHW: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
-    return v2.functional.resized_crop(
+    return _F.resized_crop(
         image_CHW, top, left, height, width, [size, size], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
     )
 
@@ -169,8 +170,8 @@ def _middle(image_BCHW: Tensor, size: int, crop_share: float) -> Tensor:
     if image_BCHW.shape[-2:] == (size, size):
         return image_BCHW
     shorter = max(size, round(size / crop_share))
-    resized = v2.functional.resize(image_BCHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    return v2.functional.center_crop(resized, [size, size])
+    resized = _F.resize(image_BCHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    return _F.center_crop(resized, [size, size])
 
 
 def _shifted(image_BCHW: Tensor, shift_B2: Indices, mirrored_B: NDArray[np.bool_], margin: int) -> Tensor:
@@ -205,6 +206,56 @@ def _gaussian(num: int, *keys: int) -> Tensor:
     return torch.from_numpy(np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second))
 
 
+def _affine(image: Tensor, *, angle: float = 0.0, shift: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0, 0)):
+    return _F.affine(image, angle=angle, translate=list(shift), scale=1.0, shear=list(shear), center=[0, 0])
+
+
+# Name -> (kernel, strength at full magnitude, whether the strength has a random sign). Strengths of the shears are in
+# radians' tangents, of the shifts in sizes of the image.
+_OPERATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], float, bool]] = {
+    "identity": (lambda image, _: image, 0.0, False),
+    "shear x": (lambda image, s: _affine(image, shear=(float(np.degrees(np.arctan(s))), 0.0)), 0.3, True),
+    "shear y": (lambda image, s: _affine(image, shear=(0.0, float(np.degrees(np.arctan(s))))), 0.3, True),
+    "shift x": (lambda image, s: _affine(image, shift=(int(s * image.shape[-1]), 0)), 150 / 331, True),
+    "shift y": (lambda image, s: _affine(image, shift=(0, int(s * image.shape[-2]))), 150 / 331, True),
+    "rotate": (lambda image, s: _F.rotate(image, s), 30.0, True),
+    "brightness": (lambda image, s: _F.adjust_brightness(image, 1 + s), 0.9, True),
+    "saturation": (lambda image, s: _F.adjust_saturation(image, 1 + s), 0.9, True),
+    "contrast": (lambda image, s: _F.adjust_contrast(image, 1 + s), 0.9, True),
+    "sharpness": (lambda image, s: _F.adjust_sharpness(image, 1 + s), 0.9, True),
+    "posterize": (lambda image, s: _F.posterize(image, 8 - round(s)), 4.0, False),
+    "solarize": (lambda image, s: _F.solarize(image, 255 * (1 - s)), 1.0, False),
+    "autocontrast": (lambda image, _: _F.autocontrast(image), 0.0, False),
+    "equalize": (lambda image, _: _F.equalize(image), 0.0, False),
+}
+
+
+def rand_augment(image_BCHW: Tensor, choice_BO: NDArray[np.float64], sign_BO: NDArray[np.float64], magnitude: int):
+    """RandAugment (Cubuk et al. 2020): applies O operations of ``magnitude`` (0 to 30) to every image of a batch.
+
+    Each image has operations of its own, chosen by numbers in [0, 1). Those that drew the same one go through
+    torchvision's kernel together: the space and the magnitudes are those of `torchvision.transforms.v2.RandAugment`.
+
+    >>> image = torch.full((2, 3, 8, 8), 100, dtype=torch.uint8)
+    >>> brighter = rand_augment(image, np.array([[0.0], [0.45]]), np.array([[0.9], [0.9]]), magnitude=30)
+    >>> brighter[:, 0, 0, 0].tolist()
+    [100, 190]
+    """
+    operations = list(_OPERATIONS.values())
+    image_BCHW = image_BCHW.clone()
+    for turn in range(choice_BO.shape[1]):
+        choice_B = (choice_BO[:, turn] * len(operations)).astype(int)
+        for number, (kernel, strongest, is_signed) in enumerate(operations):
+            strength = strongest * magnitude / (_BINS - 1)
+            drew_B = choice_B == number
+            negative_B = (sign_BO[:, turn] < 0.5) & is_signed
+            for selected_B, signed in ((drew_B & ~negative_B, strength), (drew_B & negative_B, -strength)):
+                if number and selected_B.any():
+                    rows = torch.from_numpy(selected_B.nonzero()[0])
+                    image_BCHW[rows] = kernel(image_BCHW[rows], signed)
+    return image_BCHW
+
+
 @dataclass(frozen=True, slots=True)
 class ImageSource:
     """Labelled images through a transform; see `ermoe.train.loader.Source`."""
@@ -237,6 +288,4 @@ def in_memory(images: Images, side: int, *, portion: int = 256, shows_progress: 
     cut = Transform(side)
     starts = track(range(0, len(images), portion), "reading", transient=True, disable=not shows_progress)
     parts = [cut.host(images, np.arange(start, min(start + portion, len(images))), epoch=0) for start in starts]
-    return ImagesInMemory(
-        torch.cat(parts), found=images.found, split=images.split, classes=images.classes, label_N=images.label_N
-    )
+    return ImagesInMemory(torch.cat(parts), **images.about)

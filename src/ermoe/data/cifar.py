@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ermoe.data.images import ImagesInMemory
-from ermoe.data.reading import read_bytes, read_text
 from ermoe.errors import UserError
+from ermoe.files import read_bytes, read_text
 
 _PIXELS = 3 * 32 * 32
 _UNPACK = "unpack the whole archive"
@@ -35,18 +35,9 @@ class _Release:
     names_key: str
 
 
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 RELEASES = (
-    _Release(
-        "CIFAR-10",
-        10,
-        1,
-        "batches.meta.txt",
-        tuple(f"data_batch_{i}" for i in range(1, 6)),
-        "test_batch",
-        "labels",
-        "batches.meta",
-        "label_names",
-    ),
+    _Release("CIFAR-10", 10, 1, "batches.meta.txt", _BATCHES, "test_batch", "labels", "batches.meta", "label_names"),
     _Release(
         "CIFAR-100", 100, 2, "fine_label_names.txt", ("train",), "test", "fine_labels", "meta", "fine_label_names"
     ),
@@ -66,7 +57,7 @@ def find(path: Path) -> tuple[Path, _Release, str] | None:
 
 
 def read(folder: Path, release: _Release, form: str, split: str) -> ImagesInMemory:
-    """One split. A training set of which some batch files are missing is taken as it is, and ``found`` says so."""
+    """One split. A training set of which some batch files are missing is taken as it is, and its summary says so."""
     if form == "binary":
         names = [f"{stem}.bin" for stem in (release.train if split == "train" else (release.test,))]
         files = [folder / name for name in names if (folder / name).is_file()]
@@ -80,10 +71,10 @@ def read(folder: Path, release: _Release, form: str, split: str) -> ImagesInMemo
     label_N = torch.from_numpy(np.concatenate(labels).astype(np.int64))
     if len(classes) != release.num_classes:
         raise UserError(f"{folder} names {len(classes)} classes instead of {release.num_classes}: unpack it anew")
-    found = f"{release.title} ({form} release) in {folder}, {split}: {len(label_N):,} images, {len(classes)} classes"
+    summary = f"{release.title} ({form} release) in {folder}, {split}: {len(label_N):,} images, {len(classes)} classes"
     if split == "train" and len(label_N) < 50_000:
-        found += f", {len(label_N) / 50_000:.0%} of the full training set"
-    return ImagesInMemory(image_NCHW, found=found, split=split, classes=classes, label_N=label_N)
+        summary += f", {len(label_N) / 50_000:.0%} of the full training set"
+    return ImagesInMemory(image_NCHW, summary=summary, split=split, classes=classes, label_N=label_N)
 
 
 def _binary(file: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from ermoe.data.images import ImagesInFiles
-from ermoe.data.reading import naming_what_cannot_be_read, printable, read_text
 from ermoe.errors import UserError
+from ermoe.files import naming_what_cannot_be_read, printable, read_text
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SPLIT_NAMES = {"train": ("train", "training"), "test": ("val", "validation", "valid", "test")}
@@ -57,7 +57,9 @@ def read(root: Path, split: str) -> ImagesInFiles:
         return _read_unsplit(root, split)
     classes = _class_folders(train)
     listing = _Listing()
-    folder = train if split == "train" else _test_folder(root)
+    folder = _split_folder(root, split)
+    if folder is None:
+        raise UserError(f"{root} has a folder for training, but none of {', '.join(SPLIT_NAMES['test'])}: add one")
     present = _class_folders(folder)
     if unknown := sorted(set(present) - set(classes)):
         raise UserError(
@@ -81,8 +83,8 @@ def _read_unsplit(root: Path, split: str) -> ImagesInFiles:
     listing.add_classes(root, root, classes)
     for name, paths in listing.paths.items():
         listing.paths[name] = [path for path in paths if _is_held_out(path) == (split == "test")]
-    found = f"class folders without splits in {root}, {_HELD_OUT:.0%} held out by a hash of their names"
-    return _images(root, split, classes, listing, found)
+    summary = f"class folders without splits in {root}, {_HELD_OUT:.0%} held out by a hash of their names"
+    return _images(root, split, classes, listing, summary)
 
 
 def is_tiny_imagenet(root: Path) -> bool:
@@ -111,27 +113,20 @@ def read_tiny_imagenet(root: Path, split: str) -> ImagesInFiles:
     return _images(root, split, classes, listing, f"Tiny-ImageNet in {root}")
 
 
-def _images(root: Path, split: str, classes: list[str], listing: _Listing, found: str) -> ImagesInFiles:
+def _images(root: Path, split: str, classes: list[str], listing: _Listing, summary: str) -> ImagesInFiles:
     paths = [path for name in classes for path in sorted(listing.paths.get(name, []))]
     label = [i for i, name in enumerate(classes) for _ in listing.paths.get(name, [])]
     empty = sum(not listing.paths.get(name) for name in classes)
-    found += f", {split}: {len(paths):,} images, {len(classes)} classes"
-    found += f", {empty} of them without images here" if empty and paths else ""
-    found += f"; {listing.num_others} other files ignored" if listing.num_others else ""
-    found += f"; {listing.num_broken_links} broken links ignored" if listing.num_broken_links else ""
+    summary += f", {split}: {len(paths):,} images, {len(classes)} classes"
+    summary += f", {empty} of them without images here" if empty and paths else ""
+    summary += f"; {listing.num_others} other files ignored" if listing.num_others else ""
+    summary += f"; {listing.num_broken_links} broken links ignored" if listing.num_broken_links else ""
     shown, label_N = [printable(name) for name in classes], torch.tensor(label).long()
-    return ImagesInFiles(root, paths, found=found, split=split, classes=shown, label_N=label_N)
+    return ImagesInFiles(root, paths, summary=summary, split=split, classes=shown, label_N=label_N)
 
 
 def _split_folder(root: Path, split: str) -> Path | None:
     return next((root / name for name in SPLIT_NAMES[split] if (root / name).is_dir()), None)
-
-
-def _test_folder(root: Path) -> Path:
-    folder = _split_folder(root, "test")
-    if folder is None:
-        raise UserError(f"{root} has a folder for training, but none of {', '.join(SPLIT_NAMES['test'])}: add one")
-    return folder
 
 
 def _class_folders(folder: Path) -> list[str]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ermoe.data.images import ImagesInMemory
-from ermoe.data.reading import read_bytes
 from ermoe.errors import UserError
+from ermoe.files import read_bytes
 
 _PARTS = {"train": "train", "test": "t10k"}
 _FASHION = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
@@ -32,7 +32,7 @@ def read(folder: Path, split: str) -> ImagesInMemory:
     title = "Fashion-MNIST" if is_fashion else "idx files"
     return ImagesInMemory(
         torch.from_numpy(image_NHW).unsqueeze(1),
-        found=f"{title} in {folder}, {split}: {len(label_N):,} images, {len(classes)} classes",
+        summary=f"{title} in {folder}, {split}: {len(label_N):,} images, {len(classes)} classes",
         split=split,
         classes=classes,
         label_N=torch.from_numpy(label_N.astype(np.int64)),

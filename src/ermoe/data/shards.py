@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from torch import Tensor
 from ermoe.data.decode import decode
 from ermoe.data.folders import SPLIT_NAMES, SUFFIXES
 from ermoe.data.images import Images
-from ermoe.data.reading import read_text
 from ermoe.errors import UserError
+from ermoe.files import read_text
 
 
 class Pair(NamedTuple):
@@ -42,23 +43,19 @@ class _Index(NamedTuple):
     place_N2: np.ndarray
 
 
+@dataclass(eq=False, repr=False)
 class ImagesInShards(Images):
     """Images in tar files, read by offset; ``place_NP`` is (shard, first byte, number of bytes) of each."""
 
-    def __init__(
-        self, shards: list[Path], key_N: np.ndarray, place_NP: np.ndarray, *, found: str, split: str,
-        classes: list[str], label_N: Tensor,
-    ) -> None:  # fmt: skip
-        super().__init__(found=found, split=split, classes=classes, label_N=label_N)
-        self.shards = shards
-        self._key_N = key_N
-        self._place_NP = place_NP
+    shards: list[Path]
+    key_N: np.ndarray
+    place_NP: np.ndarray
 
     def name(self, index: int) -> str:
-        return f"{self._key_N[index].decode(errors='backslashreplace')} in {self.shards[self._place_NP[index, 0]]}"
+        return f"{self.key_N[index].decode(errors='backslashreplace')} in {self.shards[self.place_NP[index, 0]]}"
 
     def read(self, index: int) -> Tensor:
-        shard, start, size = self._place_NP[index].tolist()
+        shard, start, size = self.place_NP[index].tolist()
         return decode(read_part(self.shards[shard], start, size), self.name(index))
 
 
@@ -86,9 +83,9 @@ def read(place: Path, shards: Mapping[str, list[Path]], split: str) -> ImagesInS
         [np.insert(index.place_N2, 0, number, axis=1) for number, index in enumerate(indices)], dtype=np.int64
     )
     classes = _classes(place, shards)
-    found = f"{len(chosen)} shards in {place}, {split}: {len(place_NP):,} images, {len(classes)} classes"
+    summary = f"{len(chosen)} shards in {place}, {split}: {len(place_NP):,} images, {len(classes)} classes"
     return ImagesInShards(
-        chosen, np.concatenate([index.key_N for index in indices]), place_NP, found=found, split=split,
+        chosen, np.concatenate([index.key_N for index in indices]), place_NP, summary=summary, split=split,
         classes=classes, label_N=torch.from_numpy(np.concatenate([index.label_N for index in indices])),
     )  # fmt: skip
 

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from ermoe.analysis.patches import patch_experts, patch_grid
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import Images
+from ermoe.data.images import Images, open_images
 from ermoe.errors import UserError
 from ermoe.explore.inspection import AtK, Inspection, short
 from ermoe.explore.inspection_page import inspection_page
 from ermoe.explore.patch_viewer import Patched
-from ermoe.images.classification import transform_for
+from ermoe.images.run import transform_for
 from ermoe.models.io import load
 from ermoe.nn import Router, moe_layers
 from ermoe.train.compute import Compute, Processes
@@ -91,7 +90,7 @@ def inspect(
         found[name] = look_into(model, images, settings, name=name, epochs=epochs_of(place), console=console)
     page = inspection_page(
         found,
-        data=images.found,
+        data=images.summary,
         num_images=len(images),
         figures=Path(out) / "figures",
         num_k_images=len(spread_out(len(images), settings.k_images)),
@@ -122,7 +121,7 @@ def look_into(
     """Everything about one model: a recorded pass over all images, and two short ones over a few."""
     knows = getattr(model, "num_classes", None) == len(images.classes)
     if not knows:
-        _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.found)
+        _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.summary)
     compute = Compute(Processes(device=next(model.parameters()).device), workers=settings.workers)
     loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
     with record_routing(model, classes=images.classes) as recorder:

@@ -54,7 +54,7 @@ def check(splits: Sequence[Images], *, threads: int = 4) -> Findings:
 
     On a terminal a bar on the standard error shows how far it is.
 
-    >>> from ermoe.data.catalogue import open_images
+    >>> from ermoe.data.images import open_images
     >>> findings = check([open_images("digits", "train"), open_images("digits", "test")])
     >>> findings.is_clean, findings.class_counts["test"]["0"]
     (True, 59)
@@ -63,7 +63,7 @@ def check(splits: Sequence[Images], *, threads: int = 4) -> Findings:
     seen: _Seen = {}
     console = Console(stderr=True)
     for images in splits:
-        findings.found[images.split] = images.found
+        findings.found[images.split] = images.summary
         findings.class_counts[images.split] = images.class_counts()
         outcomes = track(
             _read_all(images, threads), f"checking {images.split}", len(images), console=console, transient=True,

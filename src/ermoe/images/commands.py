@@ -81,14 +81,14 @@ class Evaluate:
     def __call__(self, console: Console) -> None:
         from ermoe.analysis.recorder import record_routing
         from ermoe.analysis.summary import over_layers
-        from ermoe.data.catalogue import open_images
-        from ermoe.images.classification import evaluate, transform_for
-        from ermoe.images.run import check_classes
+        from ermoe.data.images import open_images
+        from ermoe.images.predict import check_classes
+        from ermoe.images.run import evaluate, transform_for
         from ermoe.nn import moe_layers
         from ermoe.train.loader import Loader
 
         images = open_images(self.data, "test")
-        say(console, images.found)
+        say(console, images.summary)
         with self.machine.started(console) as compute:
             model = _load(self.model, compute)
             check_classes(self.model, model.num_classes, self.data, images.classes)
@@ -132,7 +132,7 @@ class Probe:
 
         from rich.table import Table
 
-        from ermoe.data.catalogue import open_images
+        from ermoe.data.images import open_images
         from ermoe.files import write_json
         from ermoe.images.probe import check_request, features, probe, record_path
 
@@ -141,7 +141,7 @@ class Probe:
         for shots in self.shots:
             check_request(self.readings[0], shots, self.draws)
         train, test = open_images(self.data, "train"), open_images(self.data, "test")
-        say(console, f"{train.found}\n{test.found}")
+        say(console, f"{train.summary}\n{test.summary}")
         with self.machine.started(console) as compute:
             model = _load(self.model, compute)
             path = record_path(self.model, self.data, self.out)
@@ -174,8 +174,7 @@ class Predict:
     machine: Machine = field(default_factory=Machine)
 
     def __call__(self, console: Console) -> None:
-        from ermoe.images.predict import predict
-        from ermoe.images.run import class_names
+        from ermoe.images.predict import class_names, predict
 
         if not self.images:
             raise UserError("no image given: ermoe image predict MODEL IMAGE…")
@@ -234,7 +233,7 @@ def _load(place: str, compute: Compute) -> Any:
 
 
 def _splits(data: str) -> list[Images]:
-    from ermoe.data.catalogue import open_images
+    from ermoe.data.images import open_images
 
     return [open_images(data, "train"), open_images(data, "test")]
 

@@ -1,4 +1,4 @@
-"""The classes of single images."""
+"""The classes of single images, and the names that a run gives its classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ermoe.data.augment import Transform
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.images.classification import as_model, transform_for
+from ermoe.files import StrPath, read_json
+from ermoe.images.run import as_model, transform_for
 
 _BATCH_SIZE = 16
 
@@ -34,8 +35,8 @@ def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, t
     if top < 1:
         raise UserError(f"top={top}: need at least 1")
     unlabelled = torch.zeros(len(paths), dtype=torch.long)
-    found = f"{len(paths)} files"
-    images = ImagesInFiles(Path(), paths, found=found, split="test", classes=classes, label_N=unlabelled)
+    summary = f"{len(paths)} files"
+    images = ImagesInFiles(Path(), paths, summary=summary, split="test", classes=list(classes), label_N=unlabelled)
     model.eval()
     transform = transform_for(model)
     predictions: list[Prediction] = []
@@ -70,3 +71,29 @@ def _rank(
     batch = transform.device(image_BCSS, unlabelled_B, np.arange(len(image_BCSS)), epoch=0)
     chance_BK, class_BK = model(as_model(model, batch.image)).float().softmax(-1).topk(top)
     return list(zip(chance_BK.tolist(), class_BK.tolist(), strict=True))
+
+
+def class_names(place: StrPath, num_classes: int) -> list[str]:
+    """The names of the classes of a run, or of the run a model folder lies in; else their numbers."""
+    names = _known_classes(place)
+    return names if names is not None and len(names) == num_classes else [str(n) for n in range(num_classes)]
+
+
+def check_classes(place: str, num_classes: int, data: str, classes: list[str]) -> None:
+    """Refuses a data set whose classes are not the model's: by name where they are known, else by number."""
+    advice = "evaluate it on the data set it was trained on"
+    if len(classes) != num_classes:
+        raise UserError(f"{place} knows {num_classes} classes and {data} has {len(classes)}: {advice}")
+    known = _known_classes(place)
+    if known is not None and len(known) == num_classes and known != classes:
+        mine, other = next((mine, other) for mine, other in zip(known, classes, strict=True) if mine != other)
+        raise UserError(f"{place} knows the class {mine!r} where {data} has {other!r}: {advice}")
+
+
+def _known_classes(place: StrPath) -> list[str] | None:
+    """What a run left beside its configuration, for itself or for a model in it; None where there is nothing."""
+    folder = Path(place).resolve()
+    for candidate in (folder, *folder.parents[:3]):
+        if (path := candidate / "classes.json").is_file():
+            return [str(name) for name in read_json(path, "copy the run again")]
+    return None

@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError, unknown_name
-from ermoe.models.scratch import from_scratch
-from ermoe.train.settings import STEADY_BASES, Training
+from ermoe.train.settings import NO_AUGMENTATION, STEADY_BASES, Augmentation, Training, from_scratch
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ermoe.images.classification import Classification
-    from ermoe.images.labelled import LabelledImages
+    from ermoe.images.run import Classification, LabelledImages
     from ermoe.train.compute import Compute
 
 IMAGE_LEVEL = ("single-gated", "deep-moe")
@@ -66,13 +63,13 @@ class Recipe:
 
     def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
         """The model before training; ``weights``, if given, instead of the recipe's."""
-        from ermoe.images.build import build
+        from ermoe.images.run import build
 
         return build(self if weights is None else replace(self, weights=weights), num_classes)
 
     def task(self, data: LabelledImages, compute: Compute) -> Classification:
         """Classification of ``data``, in two stages where the network asks for it."""
-        from ermoe.images.classification import Classification
+        from ermoe.images.run import Classification
         from ermoe.images.two_stages import TwoStageClassification
 
         model: Any = self.build(len(data.classes))

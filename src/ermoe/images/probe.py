@@ -23,10 +23,9 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from ermoe.data.images import Images
-from ermoe.data.order import Order
-from ermoe.data.randomness import hashed
+from ermoe.data.order import Order, hashed
 from ermoe.errors import UserError
-from ermoe.images.classification import as_model, transform_for
+from ermoe.images.run import as_model, transform_for
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 

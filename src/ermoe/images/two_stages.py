@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ermoe.data.augment import Batch
 from ermoe.errors import UserError
-from ermoe.images.classification import Classification, transform_for
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import Recipe
 from ermoe.images.rivals.image_level import ImageLevel
+from ermoe.images.rivals.single_gated import SingleGatedMoEStyle
+from ermoe.images.run import Classification, LabelledImages, transform_for
 from ermoe.train.compute import Compute
 from ermoe.train.loader import some_batches
 
@@ -38,7 +38,8 @@ class TwoStageClassification(Classification):
     def batches(self, epoch: int, first_step: int) -> Iterator[list[Batch]]:
         """The epoch's batches, after the change of stage if it is due."""
         if epoch >= self.second_stage_from and not self.in_second_stage:
-            self.model.prepare_second_stage(self._plain_images(), seed=self.recipe.training.seed)
+            if isinstance(self.model, SingleGatedMoEStyle):
+                self.model.start_from_clusters(self._plain_images(), seed=self.recipe.training.seed)
             self._begin_second_stage()
         return super().batches(epoch, first_step)
 
@@ -63,10 +64,6 @@ class TwoStageClassification(Classification):
         training = self.recipe.training
         source = transform_for(self.model).of(self.train_images)
         drawn = some_batches(
-            source,
-            self.compute.device,
-            num_items=_CLUSTERED_IMAGES,
-            batch_size=min(training.batch_size, len(source)),
-            seed=training.seed,
+            source, self.compute.device, num_items=_CLUSTERED_IMAGES, batch_size=training.batch_size, seed=training.seed
         )
         yield from (batch.image for batch in drawn)

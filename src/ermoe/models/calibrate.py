@@ -1,5 +1,9 @@
 """Offsets and thresholds from a few unlabelled batches, before any training.
 
+Equal load is the optimum of a convex function of the offsets o, Σ_t (sum of the k largest s_te + o_e) − (load a share)
+· Σ_e o_e, whose slope in o_e is the load of expert e minus its share. It is descended one expert at a time: with the
+others held, the offset that gives expert e exactly its share is an order statistic of its margins.
+
 Letters: G images of S tokens, T tokens, E experts, K experts per token.
 """
 
@@ -7,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.batches import refuse_tensor, run
-from ermoe.models.equal_load import equal_load_offsets
+from ermoe.models.passes import refuse_tensor, run
 from ermoe.nn import MeanBalance, MixtureLayer, TopKRouter, moe_layers
 
 _MAX_THRESHOLD = 1 - 1e-6
 _CANDIDATES = 24
+_MAX_TOKENS = 32_768
+_EQUAL_ENOUGH = 1e-6
+_MAX_SWEEPS = 60
+_PATIENCE = 4
 _BUDGET_MISSED = 0.05
 
 _log = logging.getLogger("ermoe")
@@ -47,7 +53,7 @@ def calibrate(
     *,
     budget: float | None = None,
     capacity_factor: float | None = None,
-    max_tokens: int = 32_768,
+    max_tokens: int = _MAX_TOKENS,
     rounds: int = 2,
     seed: int = 0,
 ) -> dict[str, Calibration]:
@@ -84,18 +90,16 @@ def calibrate(
     return chosen
 
 
-def settle_offsets(
-    model: nn.Module, batches: Iterable[Any], *, max_tokens: int = 32_768, rounds: int = 2, seed: int = 0
-) -> bool:
+def settle_offsets(model: nn.Module, batches: Iterable[Any], *, rounds: int = 2) -> bool:
     """Solves every layer's offsets anew, in place, and leaves thresholds as they are; whether there were any.
 
     Training finds offsets for augmented images; for plain ones they are a little off, as batch-norm statistics are.
-    The arguments are those of `calibrate`. Nothing is done to a model without offsets.
+    ``rounds`` are those of `calibrate`. Nothing is done to a model without offsets.
     """
     routers = {name: router for name, router in _top_k_routers(model).items() if router.balance is not None}
     batches = list(batches) if routers and rounds > 1 else batches
     for _ in range(rounds if routers else 0):
-        samples = _sample_scores(model, routers, batches, max_tokens, seed)
+        samples = _sample_scores(model, routers, batches, _MAX_TOKENS, seed=0)
         for name, router in routers.items():
             _set(router, samples[name].scores(), router.threshold)
     return bool(routers)
@@ -176,14 +180,7 @@ def _sample_scores(
 ) -> dict[str, _Sample]:
     samples = {name: _Sample(max_tokens, seed) for name in names}
     layers = moe_layers(model)
-    with ExitStack() as hooks:
-        for name, sample in samples.items():
-            hook = layers[name].register_forward_hook(_scorer(sample), with_kwargs=True)
-            hooks.callback(hook.remove)
-        if run(model, batches) == 0:
-            raise UserError(
-                "there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator"
-            )
+    run(model, batches, {layers[name]: _scorer(sample) for name, sample in samples.items()})
     return samples
 
 
@@ -276,3 +273,69 @@ def _measure(router: TopKRouter, sample: _Sample) -> Calibration:
         drop_rate=dropped / max(wanted, 1),
         num_tokens=num_tokens,
     )
+
+
+@torch.no_grad()
+def equal_load_offsets(score_TE: Tensor, top_k: int, *, threshold: float | None = None) -> Tensor:
+    """Offsets (E,), of mean zero, for which choosing the ``top_k`` largest score + offset loads all experts equally.
+
+    With a ``threshold``, experts that score below it are not chosen, and a token without any expert above it goes to
+    its best one whatever the offsets: then loads are only as equal as the threshold lets them be.
+
+    >>> score = torch.rand(4000, 4, generator=torch.Generator().manual_seed(0)) + torch.tensor([0.5, 0.0, 0.0, 0.0])
+    >>> offset = equal_load_offsets(score, top_k=1)
+    >>> (score + offset).argmax(1).bincount().tolist()
+    [1000, 1000, 1000, 1000]
+    """
+    num_tokens, num_experts = score_TE.shape
+    if num_tokens == 0 or top_k >= num_experts:
+        return score_TE.new_zeros(num_experts)
+    eligible_TE, fixed_E = _eligibility(score_TE, threshold)
+    kept_T = eligible_TE.sum(1).clamp_max(top_k)
+    share_E = ((kept_T.sum() + fixed_E.sum()) / num_experts - fixed_E).clamp_min(0)
+    open_TE = score_TE.masked_fill(~eligible_TE, -torch.inf)
+    reach = (score_TE.max() - score_TE.min()).clamp_min(1e-6)  # beyond it an offset changes nothing more
+    best_offset_E = offset_E = score_TE.new_zeros(num_experts)
+    best_error, best_sweep = torch.inf, 0
+    for sweep in range(_MAX_SWEEPS):
+        offset_E = _sweep(open_TE, offset_E, top_k, share_E, reach)
+        load_E = _load(open_TE + offset_E, top_k) + fixed_E
+        error = float(load_E.var(correction=0) / load_E.mean().square())
+        if error < best_error:
+            best_error, best_offset_E, best_sweep = error, offset_E, sweep
+        if error < _EQUAL_ENOUGH or sweep > best_sweep + _PATIENCE:
+            break
+    return best_offset_E - best_offset_E.mean()
+
+
+def _eligibility(score_TE: Tensor, threshold: float | None) -> tuple[Tensor, Tensor]:
+    """Which experts a token may choose among, (T, E), and how many tokens have none and go to their best, (E,)."""
+    if threshold is None:
+        return torch.ones_like(score_TE, dtype=torch.bool), score_TE.new_zeros(score_TE.shape[1])
+    eligible_TE = score_TE >= threshold
+    fell_back_T = ~eligible_TE.any(1)
+    fixed_E = score_TE[fell_back_T].argmax(1).bincount(minlength=score_TE.shape[1])
+    return eligible_TE, fixed_E.to(score_TE.dtype)
+
+
+def _sweep(open_TE: Tensor, offset_E: Tensor, top_k: int, share_E: Tensor, reach: Tensor) -> Tensor:
+    """Gives each expert in turn its exact share, the others held."""
+    offset_E = offset_E.clone()
+    for expert, share in enumerate(share_E.round().long().tolist()):
+        rivals_TE = open_TE + offset_E
+        rivals_TE[:, expert] = -torch.inf
+        # A token chooses the expert when its score exceeds the k-th best rival by more than −offset.
+        margin_T = open_TE[:, expert] - rivals_TE.topk(top_k, dim=1).values[:, -1]
+        margin_T = margin_T[open_TE[:, expert] > -torch.inf].sort(descending=True).values
+        inside = margin_T[share - 1] if 0 < share <= len(margin_T) else margin_T.new_tensor(torch.inf)
+        outside = margin_T[share] if share < len(margin_T) else margin_T.new_tensor(-torch.inf)
+        # Infinite margins: rivals are too few to contest the token, so no finite offset changes its choice.
+        offset_E[expert] = -(inside.clamp(-reach, reach) + outside.clamp(-reach, reach)) / 2
+        offset_E -= offset_E.mean()
+    return offset_E
+
+
+def _load(ranking_TE: Tensor, top_k: int) -> Tensor:
+    """How often each expert is among the ``top_k`` finite entries of a row."""
+    value_TK, expert_TK = ranking_TE.topk(top_k, dim=1)
+    return expert_TK[value_TK > -torch.inf].bincount(minlength=ranking_TE.shape[1]).to(ranking_TE.dtype)

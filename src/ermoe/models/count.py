@@ -8,6 +8,7 @@ Letters: N tokens of an image, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ermoe.errors import UserError
-from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.static_path import input_shape, run_without_data
+from ermoe.models.backbones import SparseBlock, family_of
+from ermoe.models.passes import input_shape, run_without_data
 from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
 from ermoe.nn.rivals.soft import SoftMoE
 
@@ -97,8 +97,11 @@ def _flops_per_row(experts: Experts) -> int:
     return 2 * sum(p.numel() for p in experts.parameters() if p.dim() == 3) // experts.num_experts
 
 
-def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[dict[str, int], int]:
-    """Operations by module name along the static path ("Global" for all), and the number of tokens in the blocks."""
+def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[Counter[str], int]:
+    """Operations by module name along the static path ("Global" for all), and the number of tokens in the blocks.
+
+    A module without products has none.
+    """
     lengths = []
     first_block: Any = family_of(model).blocks(model)[0][1]
     counter = FlopCounterMode(display=False)
@@ -109,14 +112,7 @@ def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[dict[str, int], i
     finally:
         hook.remove()
     counted = {name.partition(".")[2] or name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-    return _ZeroIfAbsent(counted), lengths[0]
-
-
-class _ZeroIfAbsent(dict[str, int]):
-    """A module without products is not in the counter's list."""
-
-    def __missing__(self, name: str) -> int:
-        return 0
+    return Counter(counted), lengths[0]
 
 
 def _idle_parameters(model: nn.Module) -> int:

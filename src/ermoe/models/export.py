@@ -5,14 +5,13 @@ A graph in a file has fixed shapes, while how many tokens an expert gets depends
 E / K times the work of its experts. "capacity" gives each expert a fixed number of places per image, ⌈S K f / E⌉,
 filled in the order of falling weight: f times the work, and tokens that find an expert full do without it.
 
-Letters: G images of S tokens, T = G·S tokens, D model width, E experts, C places per expert and image.
+Letters: S tokens of an image, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ermoe.errors import UserError
-from ermoe.files import replacing
-from ermoe.models.batches import evaluating
+from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
-from ermoe.models.static_path import every_expert, input_shape
+from ermoe.models.passes import evaluating, every_expert, input_shape
 from ermoe.nn import MoE, moe_layers
-from ermoe.nn.capacity import places
 
 _PATHS = ("every-expert", "capacity")
 _FORMATS = {".onnx": "onnx", ".pt2": "torch"}
@@ -47,7 +44,7 @@ class Exported:
 
 def export(
     model: nn.Module,
-    file: str | os.PathLike[str],
+    file: StrPath,
     *,
     image_size: int | tuple[int, ...] | None = None,
     path: str = "every-expert",
@@ -113,39 +110,13 @@ def _refuse_shared_places(model: nn.Module) -> None:
             )
 
 
-class _CapacityMoE(MoE):
-    """A layer whose experts have a fixed number of places per image, filled in the order of falling weight.
-
-    With room for every token it equals the layer it was made of.
-    """
-
-    capacity_factor: float
-
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        num_tokens, dim = x.shape[-2:]
-        num_experts = self.experts.num_experts
-        wanted = places(num_tokens, self.router.experts_per_token, num_experts, self.capacity_factor)
-        weight_GSE = self.route(x, context, mask).dense_weights().view(-1, num_tokens, num_experts)
-        token_GCE = torch.argsort(weight_GSE, dim=1, descending=True, stable=True)[:, :wanted]  # ties: first come
-        weight_GCE = weight_GSE.gather(1, token_GCE)
-        place_GAD = token_GCE.flatten(1).unsqueeze(-1).expand(-1, -1, dim)
-        x_GSD = x.reshape(-1, num_tokens, dim)
-        x_GCED = x_GSD.gather(1, place_GAD).unflatten(1, token_GCE.shape[1:])
-        y_EAD = self.experts.batched(x_GCED.permute(2, 0, 1, 3).flatten(1, 2))
-        y_GCED = y_EAD.unflatten(1, (-1, token_GCE.shape[1])).permute(1, 2, 0, 3)
-        weighted_GAD = (weight_GCE.to(y_GCED.dtype).unsqueeze(-1) * y_GCED).flatten(1, 2)
-        return torch.zeros_like(x_GSD).scatter_add(1, place_GAD, weighted_GAD.to(x.dtype)).view(x.shape)
-
-
 def limit_places(model: nn.Module, capacity_factor: float) -> None:
     """Gives the experts of every layer a fixed number of places, in place; layers that choose nothing need none."""
     if not capacity_factor > 0:
         raise UserError(f"capacity_factor={capacity_factor}: use a positive number")
     for layer in moe_layers(model).values():
         if isinstance(layer, MoE):
-            limited: Any = layer
-            limited.__class__ = _CapacityMoE
-            limited.capacity_factor = capacity_factor
+            layer.static_capacity = capacity_factor
 
 
 class _TensorOutput(nn.Module):

@@ -1,32 +1,54 @@
-"""Saving and loading models: a folder with ``config.json`` and ``model.safetensors``."""
+"""Saving and loading models: a folder with ``config.json`` and ``model.safetensors``, or weights in any usual format.
+
+A model is written down as plain data and built again from it; then named tensors are put into it, and what does not fit
+is said exactly. Nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import pickle
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import replacing
-from ermoe.models.weights.checkpoints import first_line, read_checkpoint
-from ermoe.models.weights.rebuild import describe, is_registered, rebuild
-from ermoe.models.weights.state import load_state
-from ermoe.plain import Json
+from ermoe.files import Json, StrPath, replacing
+from ermoe.models.backbones import family_name, family_named, family_of
+from ermoe.models.merge import merge
+from ermoe.models.upcycle import Options, upcycle
+from ermoe.models.weights.compare import difference
+from ermoe.nn import Balance
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Where training scripts put the weights among other things.
+_WRAPPERS = (
+    "state_dict", "model", "model_state_dict", "model_state", "model_ema", "state_dict_ema", "teacher", "module",
+)  # fmt: skip
+_LISTED = 6
+_CHECKS_ITSELF = "_extra_state"  # torch's name for what a module reads with a method of its own
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+class Description(TypedDict):
+    """A model as plain data: its family, its dense form, and the options that made it sparse (None if it is dense)."""
+
+    family: str
+    dense: Json
+    sparsity: Options | None
+    merged: bool
+
+
+def save(model: nn.Module, folder: StrPath) -> None:
     """Writes a model, sparse or dense, into a folder, from which `ermoe.load` and timm's ``local-dir:`` build it again.
 
     Both files are written whole before either replaces its predecessor, so a save that fails in writing leaves the
@@ -43,7 +65,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         config_draft.write_text(text + "\n", encoding="utf-8")
 
 
-def load(source: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> nn.Module:
+def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
     """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name")."""
     folder = _folder(source)
     config = _read_config(folder / CONFIG)
@@ -63,7 +85,7 @@ def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
         logging.getLogger("ermoe").warning("%s holds weights in %s: %s", folder, weight.dtype, problem)
 
 
-def weightless(source: str | os.PathLike[str]) -> nn.Module:
+def weightless(source: StrPath) -> nn.Module:
     """The model that `save` wrote, on the meta device: its shape without its weights."""
     folder = _folder(source)
     return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
@@ -116,7 +138,7 @@ def _own_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
-def _folder(source: str | os.PathLike[str]) -> Path:
+def _folder(source: StrPath) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -175,3 +197,202 @@ def _check_same_save(folder: Path, config: Json) -> None:
         return  # reading the weights themselves will say what is wrong with them
     if written is not None and "save" in config and written != config["save"]:
         raise UserError(f"{folder}: {CONFIG} and {WEIGHTS} come from two different saves; save the model again")
+
+
+def describe(model: nn.Module) -> Description:
+    """The backbone's family, its dense form, and the options that made it sparse (None if it is dense).
+
+    What is written is built at once, and compared: what a description cannot say is an error now, not a wrong model
+    when it is loaded.
+    """
+    sparsity = getattr(model, "sparsity", None)
+    description: Description = {
+        "family": family_name(model),
+        "dense": family_of(model).describe(model),
+        "sparsity": None if sparsity is None else sparsity.as_options(),
+        "merged": sparsity is not None and sparsity.merged,
+    }
+    rebuilt = rebuild(description, device="meta").to(next(model.parameters()).dtype)
+    lost = difference(model, rebuilt)
+    if lost is not None:
+        raise UserError(
+            f"this {type(model).__name__} cannot be written down: {lost}; create it with timm.create_model, by "
+            "torchvision's or by transformers' own functions, make it sparse with ermoe.upcycle, and change only "
+            "arguments of these"
+        )
+    return description
+
+
+def rebuild(description: Description, *, device: str = "cpu", init: str = "empty") -> nn.Module:
+    """The model a description means: freshly initialised (``init="random"``), or about to be given its weights."""
+    dense, sparsity = description["dense"], description["sparsity"]
+    family = family_named(description["family"])
+    if sparsity is None:
+        return family.build(dense, device=device)
+    if is_registered(dense):
+        dense = {**dense, "args": {**dense["args"], **sparsity}}
+        model = family.build(dense, device="meta" if init == "empty" else device)
+        if init == "empty" and device != "meta":
+            model.to_empty(device=device)
+            _clear_balances(model)
+    else:
+        model = upcycle(family.build(dense, device=device), init=init, inplace=True, **sparsity)
+    return merge(model, inplace=True) if description["merged"] else model
+
+
+def is_registered(dense: Json) -> bool:
+    """Whether timm itself creates the sparse model by its name."""
+    if "ermoe" not in dense.get("architecture", ""):
+        return False
+    import timm  # seconds, which models of other families need not wait for
+
+    return timm.is_model(dense["architecture"])
+
+
+def _clear_balances(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Balance):
+            module.reset_parameters()
+
+
+def read_checkpoint(path: StrPath) -> dict[str, Tensor]:
+    """The tensors of a .safetensors, .npz or torch file, by name, on the CPU.
+
+    Whatever goes wrong in reading, one sentence says it: what a reader raises on damaged bytes is anybody's guess.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a file: name a .safetensors, .npz, .pth, .pt or .bin file")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if path.suffix == ".npz":
+            return _read_numpy(path)
+        return _tensors(_read_torch(path), path)
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(
+            f"{path} is damaged or no checkpoint ({first_line(problem)}): download or copy it again"
+        ) from None
+
+
+def _read_numpy(path: Path) -> dict[str, Tensor]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as problem:
+        if "weights_only" not in str(problem) and "Unsupported" not in str(problem):
+            raise UserError(f"{path} is damaged or no checkpoint: download or copy it again") from None
+        raise UserError(
+            f"{path} holds Python objects besides tensors, which ermoe does not unpickle because that could run "
+            "foreign code: save its state_dict as safetensors"
+        ) from None
+
+
+def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
+    for _ in _WRAPPERS:  # a dictionary that holds itself would be looked through for ever
+        if isinstance(loaded, dict) and not _is_state(loaded):
+            loaded = next((loaded[name] for name in _WRAPPERS if isinstance(loaded.get(name), dict)), None)
+    if not isinstance(loaded, dict) or not _is_state(loaded):
+        raise UserError(f"{path} holds no weights: need a state_dict, or a dictionary with one under 'model'")
+    for name, value in loaded.items():
+        if value.is_meta or value.is_quantized or value.layout is not torch.strided:
+            raise UserError(f"{path} holds {name} as a sparse, quantised or empty tensor: save plain ones")
+    return {name.removeprefix("module."): value for name, value in loaded.items()}
+
+
+def _is_state(loaded: dict[Any, Any]) -> bool:
+    return bool(loaded) and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items())
+
+
+def first_line(problem: Exception) -> str:
+    """What an exception says, cut to fit into a sentence."""
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:120]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How weights fitted a model: names the file lacked, names it had in excess, and what was resized to fit."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+
+
+def load_state(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    *,
+    source: StrPath,
+    strict: bool = True,
+    resized: tuple[str, ...] = (),
+) -> Fit:
+    """Copies ``state`` into ``model``. Unless ``strict`` is off, a name, shape or type that does not fit is an error.
+
+    A tensor of the wrong shape counts as missing and unexpected at once, and so does one of a type that would lose
+    something, like complex numbers for real ones. Weights that are not numbers, the end of a run that diverged, are
+    refused always.
+    """
+    wanted = model.state_dict()
+    shared = {name: state[name] for name in wanted if name in state and not name.endswith(_CHECKS_ITSELF)}
+    shapes = {
+        name: f"{name} {tuple(tensor.shape)} instead of {tuple(wanted[name].shape)}"
+        for name, tensor in shared.items()
+        if tensor.shape != wanted[name].shape
+    }
+    types = {
+        name: f"{name} {tensor.dtype} instead of {wanted[name].dtype}"
+        for name, tensor in shared.items()
+        if name not in shapes and not torch.can_cast(tensor.dtype, wanted[name].dtype)
+    }
+    wrong = shapes.keys() | types.keys()
+    fit = Fit(
+        missing=tuple(sorted(wanted.keys() - state.keys() | wrong)),
+        unexpected=tuple(sorted(state.keys() - wanted.keys() | wrong)),
+        resized=resized,
+    )
+    if strict and (fit.missing or fit.unexpected):
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
+    fitting = {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}
+    parameters = {name for name, _ in model.named_parameters()}
+    if broken := [
+        name for name, tensor in fitting.items() if not _has_numbers(tensor, may_be_infinite=name not in parameters)
+    ]:
+        raise UserError(
+            f"{source} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
+            "damaged: use an earlier checkpoint, or copy it again"
+        )
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
+    return fit
+
+
+def _has_numbers(tensor: Tensor, *, may_be_infinite: bool) -> bool:
+    """Whether no value is NaN, and none infinite unless that may be: buffers hold masks of −∞."""
+    if not tensor.is_floating_point():
+        return True
+    return not bool(tensor.isnan().any() if may_be_infinite else (~tensor.isfinite()).any())
+
+
+def _explain(fit: Fit, shapes: dict[str, str], types: dict[str, str]) -> str:
+    parts = []
+    for what, wrong in (("shape", shapes), ("type", types)):
+        if wrong:
+            parts.append(f"wrong {what} {_listed(list(wrong.values()))}")
+    for what, names in (("missing", fit.missing), ("unexpected", fit.unexpected), ("resized", fit.resized)):
+        names = tuple(name for name in names if name not in shapes and name not in types)
+        if names:
+            parts.append(f"{what} {_listed(names)}")
+    return "; ".join(parts)
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

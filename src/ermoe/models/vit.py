@@ -15,12 +15,15 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import nn
 
 from ermoe.errors import UserError
+from ermoe.models.io import Description, rebuild
 from ermoe.models.upcycle import upcycle
-from ermoe.models.weights.rebuild import Description, rebuild
 
 __all__ = ["SparseVisionTransformer"]
 
 _OF_TIMM = set(inspect.signature(VisionTransformer.__init__).parameters)
+_TEST_SIZE = {
+    "patch_size": 16, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 3, "dynamic_img_size": True, "num_experts": 4,
+}  # fmt: skip
 
 
 class SparseVisionTransformer(VisionTransformer):
@@ -106,23 +109,14 @@ def ermoe_vit_base_patch16_224(pretrained: bool = False, **options: Any) -> nn.M
 @register_model
 def test_ermoe_vit(pretrained: bool = False, **options: Any) -> nn.Module:  # noqa: PT028 (timm calls its small models so)
     """A very small model for tests: 6 blocks of width 64, 4 experts."""
-    size = {"patch_size": 16, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3, "dynamic_img_size": True}
-    return _create("test_ermoe_vit", pretrained, {**size, "num_experts": 4}, options)
+    return _create("test_ermoe_vit", pretrained, {**_TEST_SIZE, "depth": 6}, options)
 
 
 @register_model
 def test_ermoe_vit2(pretrained: bool = False, **options: Any) -> nn.Module:  # noqa: PT028
     """A very small model for tests: no class token, a register, LayerScale, mean pooling."""
-    size: dict[str, Any] = {
-        "patch_size": 16,
-        "embed_dim": 64,
-        "depth": 8,
-        "num_heads": 2,
-        "mlp_ratio": 3,
-        "dynamic_img_size": True,
-    }
-    size |= {"class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5, "num_experts": 4}
-    return _create("test_ermoe_vit2", pretrained, size, options)
+    size = {"depth": 8, "class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5}
+    return _create("test_ermoe_vit2", pretrained, {**_TEST_SIZE, **size}, options)
 
 
 _EXAMPLE: Description = {

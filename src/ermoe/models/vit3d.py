@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
+from ermoe.files import Json
+from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.nn import ContextAttention
-from ermoe.plain import Json
 
 
 class FeedForward(nn.Module):
@@ -304,3 +306,47 @@ def _mean_of_real(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
         return x_BND.mean(1)
     real_BN1 = mask_BN[:, 1:].unsqueeze(-1).to(x_BND.dtype)
     return (x_BND * real_BN1).sum(1) / real_BN1.sum(1).clamp_min(1)
+
+
+class SparseVolumeBlock(SparseBlock, VolumeBlock):
+    """The block with experts; padded tokens are not routed and not counted."""
+
+    dense_class = VolumeBlock
+
+    def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """``mask_BN`` is True for real tokens."""
+        z_BND = self.norm1(x_BND)
+        if self.needs_weights:
+            attended, alpha_BNN = self.attn(z_BND, mask_BN, need_weights=True, context_grad=self.context_grad)
+        else:
+            attended, alpha_BNN = self.attn(z_BND, mask_BN), None
+        x_BND = x_BND + self.drop_path1(attended)
+        out_BND: Tensor = x_BND + self.drop_path2(self.mix(self.norm2(x_BND), alpha_BNN, attended, mask_BN))
+        return out_BND
+
+
+class Volume(Family):
+    """The adapter of `ViT3D`."""
+
+    sparse_block, network, library = SparseVolumeBlock, FeedForward, "ermoe's"
+
+    def ffn(self, block: Any) -> FFN:
+        mlp = block.mlp
+        return FFN(up=Linear.of(mlp.fc1), down=Linear.of(mlp.fc2), act=mlp.act, norm=block.norm2, drop=mlp.drop.p)
+
+    def num_tokens(self, model: Any) -> int:
+        return int(1 + math.prod(model.grid_size))
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        return tuple(model.config["volume_size"])
+
+    def describe(self, model: Any) -> Json:
+        """The arguments of the constructor."""
+        return {**model.config, "num_classes": model.num_classes, "global_pool": model.global_pool}
+
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        with torch.device(device):
+            return ViT3D(**description)
+
+
+FAMILY = Volume()

@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, run the experts, combine.
 
-Letters: G groups (images) of S tokens, T = G·S tokens, D model width, E experts, A pairs of token and expert.
+Letters: G groups (images) of S tokens, T = G·S tokens, D model width, E experts, A pairs of token and expert, C places
+per expert and group.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ermoe.nn.capacity import places
 from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.nn.experts import Experts
 from ermoe.nn.layer import MixtureLayer, check_inputs, groups, only_real
@@ -19,7 +21,8 @@ class MoE(MixtureLayer):
     """A feed-forward layer in which every token meets only the experts that ``router`` chooses for it.
 
     ``forced_G``, experts (G,), sends all tokens of each group to one expert, whatever the router says; scores stay what
-    they are, and offsets learn nothing from it.
+    they are, and offsets learn nothing from it. With a ``static_capacity`` f, experts have ⌈S K f / E⌉ places per group
+    whatever tokens want: shapes are static, as files want them, and tokens that find an expert full do without it.
 
     >>> from ermoe.nn import EigenMoE
     >>> layer = EigenMoE(32, num_experts=4)
@@ -32,6 +35,7 @@ class MoE(MixtureLayer):
 
     router: Router
     forced_G: Tensor | None = None
+    static_capacity: float | None = None
 
     def __init__(self, router: Router, experts: Experts) -> None:
         if router.num_experts != experts.num_experts:
@@ -46,7 +50,10 @@ class MoE(MixtureLayer):
         if self.training and self.forced_G is None:
             self.router.observe(routing)
         self.tell_observers(routing)
-        return self.mix(only_real(x, mask).reshape(-1, x.shape[-1]), routing).view(x.shape).to(x.dtype)
+        x_GSD = groups(only_real(x, mask))
+        if self.static_capacity is not None:
+            return self._mix_in_places(x_GSD, routing, self.static_capacity).view(x.shape)
+        return self.mix(x_GSD.flatten(0, 1), routing).view(x.shape).to(x.dtype)
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
@@ -63,6 +70,20 @@ class MoE(MixtureLayer):
         pairs = plan(routing)
         y_AD = self.experts(gather(x_TD, pairs), pairs.count_E)
         return combine(y_AD, pairs)
+
+    def _mix_in_places(self, x_GSD: Tensor, routing: Routing, capacity_factor: float) -> Tensor:
+        """The mixture of those pairs that find a place, filled in the order of falling weight, (G, S, D)."""
+        num_tokens, num_experts = x_GSD.shape[1], routing.num_experts
+        wanted = places(num_tokens, self.router.experts_per_token, num_experts, capacity_factor)
+        weight_GSE = routing.dense_weights().view(-1, num_tokens, num_experts)
+        token_GCE = torch.argsort(weight_GSE, dim=1, descending=True, stable=True)[:, :wanted]  # ties: first come
+        weight_GCE = weight_GSE.gather(1, token_GCE)
+        place_GAD = token_GCE.flatten(1).unsqueeze(-1).expand(-1, -1, x_GSD.shape[2])
+        x_GCED = x_GSD.gather(1, place_GAD).unflatten(1, token_GCE.shape[1:])
+        y_EAD = self.experts.batched(x_GCED.permute(2, 0, 1, 3).flatten(1, 2))
+        y_GCED = y_EAD.unflatten(1, (-1, token_GCE.shape[1])).permute(1, 2, 0, 3)
+        weighted_GAD = (weight_GCE.to(y_GCED.dtype).unsqueeze(-1) * y_GCED).flatten(1, 2)
+        return torch.zeros_like(x_GSD).scatter_add(1, place_GAD, weighted_GAD.to(x_GSD.dtype))
 
     def reset_router(self, generator: torch.Generator | None = None) -> None:
         self.router.reset_parameters(generator)

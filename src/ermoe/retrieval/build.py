@@ -10,8 +10,7 @@ import torch
 from ermoe.errors import UserError
 from ermoe.files import read_json
 from ermoe.models.io import CONFIG, load
-from ermoe.models.scratch import restart_ffns
-from ermoe.models.upcycle import upcycle
+from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING, create_clip
 from ermoe.retrieval.clip.weights import load_clip_weights

@@ -15,7 +15,7 @@ from torch import Tensor
 from ermoe.data.augment import ImageSource, in_memory
 from ermoe.data.order import Indices
 from ermoe.errors import UserError
-from ermoe.plain import Json
+from ermoe.files import Json
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.captions.schema import CaptionSet
 from ermoe.retrieval.clip.tokens import tokenise
@@ -24,7 +24,7 @@ from ermoe.retrieval.clip.towers import trim
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImages:
-    """The train and dev splits of a protocol; see `ermoe.train.recipe.TrainingData`. Test is no part of it.
+    """The train and dev splits of a protocol; see `ermoe.train.loop.TrainingData`. Test is no part of it.
 
     With ``cache`` all images are decoded once and kept in memory.
     """

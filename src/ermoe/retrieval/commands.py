@@ -204,7 +204,7 @@ class Classify:
             raise UserError(f"--top {self.top}: need at least 1")
         if bool(self.images) == (self.data is not None):
             raise UserError("give image files, or --data with a labelled set")
-        from ermoe.data.catalogue import open_images
+        from ermoe.data.images import open_images
         from ermoe.retrieval.build import load_clip
         from ermoe.retrieval.classify import accuracy, classify
         from ermoe.retrieval.index import image_files
@@ -222,7 +222,7 @@ class Classify:
             chance_NC = classify(model, images, names, templates=self.templates, compute=compute)
         if self.data is not None:
             top1, top5 = (accuracy(chance_NC, images.label_N, top=top) for top in (1, 5))
-            compute.say(f"{images.found}\nzero-shot top-1 {top1:.1%}, top-5 {top5:.1%}")
+            compute.say(f"{images.summary}\nzero-shot top-1 {top1:.1%}, top-5 {top5:.1%}")
             return
         for image, chance_C in zip(self.images, chance_NC, strict=True):
             value, order = chance_C.sort(descending=True, stable=True)
@@ -268,7 +268,7 @@ def run(argv: list[str]) -> None:
 def _names(classes: tuple[str, ...]) -> list[str]:
     """Names as they are, or the lines of the one file that was named."""
     if len(classes) == 1 and Path(classes[0]).is_file():
-        from ermoe.data.reading import read_text
+        from ermoe.files import read_text
 
         return [line.strip() for line in read_text(classes[0]).splitlines() if line.strip()]
     if len(classes) == 1 and classes[0].endswith(".txt"):

@@ -23,11 +23,11 @@ from ermoe.retrieval.losses import OBJECTIVES, contrastive_loss
 from ermoe.retrieval.presets import RetrievalRecipe
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
-from ermoe.train.settling import settle_on
+from ermoe.train.loop import settle_on
 
 
 class Contrastive:
-    """Trains a CLIP with one caption an image and epoch; see `ermoe.train.task.Task`.
+    """Trains a CLIP with one caption an image and epoch; see `ermoe.train.loop.Task`.
 
     With a frozen text tower every text is encoded once. The test split is no part of it.
     """

@@ -12,7 +12,6 @@ from timm.data import resolve_model_data_config
 from torch import Tensor
 
 from ermoe.data.augment import Transform
-from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import Images
 from ermoe.data.order import evaluation_batches
 from ermoe.retrieval.clip.model import CLIP
@@ -20,6 +19,7 @@ from ermoe.retrieval.clip.tokens import tokenise
 from ermoe.retrieval.clip.towers import trim
 from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation
 
 
 def image_transform(model: CLIP, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:

@@ -19,9 +19,8 @@ from torch import Tensor
 from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
-from ermoe.data.reading import is_hidden, printable
 from ermoe.errors import UserError
-from ermoe.files import replacing, write_json
+from ermoe.files import is_hidden, printable, replacing, write_json
 from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import encode_images, encode_texts
@@ -124,7 +123,7 @@ def open_index(
 def image_files(root: Path, files: list[str]) -> Images:
     """Image files without labels."""
     label_N = torch.zeros(len(files), dtype=torch.long)
-    return ImagesInFiles(root, files, found=f"{len(files)} files", split="all", classes=["", ""], label_N=label_N)
+    return ImagesInFiles(root, files, summary=f"{len(files)} files", split="all", classes=["", ""], label_N=label_N)
 
 
 def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLike[str]) -> Path:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ermoe.data.augmentation import Augmentation
 from ermoe.errors import UserError, unknown_name
-from ermoe.models.scratch import from_scratch
 from ermoe.retrieval.text_shape import TextShape
-from ermoe.train.settings import STEADY_BASES, Training
+from ermoe.train.settings import STEADY_BASES, Augmentation, Training, from_scratch
 
 if TYPE_CHECKING:
     from ermoe.retrieval.captioned import CaptionedImages

@@ -9,7 +9,7 @@ from typing import Any
 from ermoe.errors import UserError
 from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.presets import RetrievalRecipe, recipe
-from ermoe.train import recipe as kit
+from ermoe.train import loop as kit
 from ermoe.train.compute import Compute
 from ermoe.train.run_folder import model_folder
 

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from ermoe.data.augmentation import Augmentation
 from ermoe.images.presets import recipe
 from ermoe.images.run import train
 from ermoe.studies.bench.clock import Measurement
@@ -18,7 +17,7 @@ from ermoe.studies.queue import Job, run_queue
 from ermoe.studies.record import RECORDS, Record
 from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 from ermoe.train.compute import Compute, Processes, device_named
-from ermoe.train.settings import Training
+from ermoe.train.settings import Augmentation, Training
 
 STUDY = "image study"
 _COLUMNS = {

@@ -102,7 +102,7 @@ def rows(records: list[Record], steps: dict[str, Measurement], runs: Path, seed:
 
 def noise_note(accuracy: float) -> str:
     """How large a difference in accuracy has to be before it means something."""
-    from ermoe.data.digits import digits
+    from ermoe.data.images import digits
 
     num_test = len(digits()[1])
     error = math.sqrt(accuracy * (1 - accuracy) / num_test)

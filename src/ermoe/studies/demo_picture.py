@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 from ermoe.analysis import plots
 from ermoe.analysis.patches import patch_experts, patch_grid, tinted
 from ermoe.analysis.recorder import record_routing
-from ermoe.data.catalogue import open_images
+from ermoe.data.images import open_images
 from ermoe.files import replacing
-from ermoe.images.classification import transform_for
+from ermoe.images.run import transform_for
 from ermoe.models.io import load
 from ermoe.train.loader import Loader
 from ermoe.train.run_folder import RunFolder

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import Images
+from ermoe.data.images import Images, open_images
 from ermoe.data.order import Order
-from ermoe.images.classification import transform_for
 from ermoe.images.presets import IMAGE_LEVEL, recipe
+from ermoe.images.run import transform_for
 from ermoe.studies.bench.clock import Measurement, compare, take_turns
 from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.comparison import STUDY

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from ermoe.data.ahead import Request, prepared
 from ermoe.data.order import Indices, Order, evaluation_batches, share
 from ermoe.errors import UserError
 from ermoe.train.compute import Compute, Processes
 
 Batch = TypeVar("Batch")
 Batch_co = TypeVar("Batch_co", covariant=True)
+Answer = TypeVar("Answer")
+Request = tuple[int, Indices]
+"""An epoch, and which samples of it make a batch."""
 
 
 class Source(Protocol[Batch_co]):
@@ -100,3 +103,38 @@ def some_batches(
     order = Order(len(source), min(batch_size, len(source)), seed=seed)
     drawn = Loader(source, order, compute=Compute(Processes(device=device)))
     return (batch for (batch,) in islice(drawn.epoch(), -(-num_items // order.batch_size)))
+
+
+def prepared(
+    prepare: Callable[[Request], Answer], requests: list[Request], *, workers: int = 0, pin_memory: bool = False
+) -> Iterator[Answer]:
+    """What ``prepare`` makes of every request, in order; in this process without ``workers``."""
+    if workers < 0:
+        raise UserError(f"workers={workers}: need 0 (none) or more")
+    reader = _Reader(prepare)
+    answers: Iterable[Any] = (reader[request] for request in requests)
+    if workers:
+        # The sampler names whole batches, so a worker returns them finished and in order.
+        settings: dict[str, Any] = {"batch_size": None, "num_workers": workers, "collate_fn": _as_it_is}
+        answers = DataLoader(reader, sampler=requests, pin_memory=pin_memory, **settings)
+    for answer in answers:
+        if isinstance(answer, UserError):
+            raise answer
+        yield answer
+
+
+class _Reader(Dataset[Any]):
+    """What a worker runs. It hands mistakes over as answers: raised there, they would arrive as tracebacks."""
+
+    def __init__(self, prepare: Callable[[Request], Any]) -> None:
+        self.prepare = prepare
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self.prepare(request)
+        except UserError as mistake:
+            return mistake
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

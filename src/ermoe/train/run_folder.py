@@ -1,18 +1,29 @@
-"""The folder of a run: what was asked (config.json), what came out (metrics.jsonl), and where it stands."""
+"""The folder of a run: what was asked (config.json), what came out (metrics.jsonl), and where it stands.
+
+`Log` fills it while the run goes on: lines of figures, the same for TensorBoard, and a bar for whoever watches.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
 from ermoe.errors import UserError
-from ermoe.files import UnwritableError, append, read_json, remove_drafts, replacing, write_json
+from ermoe.files import Json, StrPath, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
 from ermoe.models.io import CONFIG, WEIGHTS
-from ermoe.plain import Json, to_json
 from ermoe.train.compute import Processes, wait_for_all
 from ermoe.train.settings import Training
 
@@ -23,6 +34,12 @@ _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_eve
 _BEFORE_IT_WAS_A_SETTING: Json = {"validation": 0.0}
 _TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
+_SHOWN = {
+    "loss": ("loss", ".3f"),
+    "top1": ("accuracy", ".1%"),
+    "load_cv2": ("load CV²", ".3f"),
+    "fallback_rate": ("fallback", ".1%"),
+}
 
 
 class RunFolder:
@@ -113,7 +130,7 @@ class RunFolder:
                 write_json(self.folder / name, content)
 
 
-def model_folder(place: str | os.PathLike[str], prefer: str = "final") -> str | os.PathLike[str]:
+def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
     is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
@@ -183,3 +200,106 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 break
             raise UserError(f"{path} is damaged in line {number}: remove that line") from problem
     return records
+
+
+class Log:
+    """The log of one run, written by its main process; on the others it does nothing.
+
+    ``metrics.jsonl`` holds only what a repetition of the run would give again; times go to ``timing.jsonl``.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        is_main: bool,
+        first_step: int,
+        total_steps: int,
+        *,
+        batch_size: int,
+        console: Console | None = None,
+    ) -> None:
+        self.run = run
+        self.is_main = is_main
+        self.first_step = first_step
+        self.total_steps = total_steps
+        self.batch_size = batch_size
+        self._shown: dict[str, float] = {}
+        self._began = time.perf_counter()
+        if not is_main:
+            return
+        self._board = _Board(run.folder, first_step)
+        self._console = console = Console(stderr=True) if console is None else console
+        # A bar needs a terminal or a notebook; a log file gets a line an epoch instead.
+        self._has_bar = console.is_terminal or console.is_jupyter
+        columns = (BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=console.quiet or not self._has_bar)
+        self._bar = self._progress.add_task("", total=total_steps, completed=first_step, figures="")
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within the block the bar is shown; what an earlier life of the run wrote after its checkpoint is dropped."""
+        if not self.is_main:
+            yield
+            return
+        forget_lines_after(self.run.metrics, self.first_step)
+        forget_lines_after(self.run.timing, self.first_step)
+        with self._progress:
+            yield
+
+    def step(self, step: int) -> None:
+        """Moves the bar."""
+        if self.is_main:
+            self._progress.update(self._bar, completed=step, figures=self._figures(step))
+
+    def write(self, step: int, kind: str, figures: dict[str, float], settled_on: str | None = None) -> None:
+        """One line: ``kind`` is "train" or "test", figures are by name; ``settled_on`` is where offsets come from."""
+        if not self.is_main:
+            return
+        settled = {} if settled_on is None else {"offsets_settled_on": settled_on}
+        append_line(self.run.metrics, {"step": step, "kind": kind, **figures, **settled})
+        elapsed, speed = self._pace(step)
+        append_line(
+            self.run.timing, {"step": step, "kind": kind, "images_per_second": round(speed, 2), "seconds": elapsed}
+        )
+        written = {**figures, "images_per_second": speed}
+        self._board.write(step, {f"{kind}/{name}": value for name, value in written.items()})
+        self._shown |= {name: value for name, value in figures.items() if name in _SHOWN}
+        if kind == "test" and not self._has_bar:
+            line = f"step {step} of {self.total_steps}: {self._figures(step)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _figures(self, step: int) -> str:
+        shown = [
+            f"{label} {self._shown[name]:{style}}" for name, (label, style) in _SHOWN.items() if name in self._shown
+        ]
+        return "  ".join([*shown, f"{self._pace(step)[1]:.0f} images/s"])
+
+    def _pace(self, step: int) -> tuple[float, float]:
+        """Seconds since the start of this process's part of the run, and images a second in it."""
+        elapsed = time.perf_counter() - self._began
+        return elapsed, (step - self.first_step) * self.batch_size / elapsed
+
+
+class _Board:
+    """An events file in ``folder``, begun with its first figures; it voids what others say after ``first_step``.
+
+    It is written where figures arise: without a thread, what the disk refuses is known at once.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        began = Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._pending = _record(Event(file_version="brain.Event:2")) + _record(began)
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        """All figures of a step."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        append(self.path, self._pending + _record(Event(step=step, summary=Summary(value=values))))
+        self._pending = b""
+
+
+def _record(event: Event) -> bytes:
+    event.wall_time = time.time()
+    record = io.BytesIO()
+    RecordWriter(record).write(event.SerializeToString())
+    return record.getvalue()

@@ -1,4 +1,7 @@
-"""What a run does, apart from its task: the numbers that belong in ``config.json``."""
+"""What a run does, apart from its task: settings alone, which ``config.json`` holds and a command line offers.
+
+Nothing here imports torch, so that help appears at once.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,21 @@ _NOT_NEGATIVE = (
 STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
 """For a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its
 experts from one step to the next."""
+
+FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
+"""Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
+it, attention is not bent to the routing, and no chosen expert is left without a share of the mixture."""
+
+
+def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Options of `ermoe.upcycle`, with those of `FROM_SCRATCH` for the eigen router; rivals' are left as they are.
+
+    >>> from_scratch({"balance": "offset"})
+    {'context_of': 'attention', 'context_grad': False, 'weight_floor': 1.0, 'balance': 'offset'}
+    """
+    if sparsity is None or sparsity.get("router", "eigen") != "eigen":
+        return sparsity
+    return {**FROM_SCRATCH, **sparsity}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,50 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
+class Augmentation:
+    """How training images are varied.
+
+    Args:
+        crop: "pad" shifts by up to an eighth of the side; "resized" takes a random share of the area, as for ImageNet;
+            "none".
+        flip: mirror every second image, left to right.
+        rand_ops: operations of RandAugment on each image; 0 for none.
+        rand_magnitude: their strength, 0 to 30.
+        erase: chance that a random rectangle is replaced by noise.
+        mixup, cutmix: α of the Beta distribution; 0 for none. With both, each pair of images draws one of the two.
+    """
+
+    crop: Literal["pad", "resized", "none"] = "pad"
+    flip: bool = True
+    rand_ops: int = 0
+    rand_magnitude: int = 9
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.crop not in ("pad", "resized", "none"):
+            raise UserError(f"crop={self.crop!r}: use 'pad', 'resized' or 'none'")
+        if not 0 <= self.rand_magnitude <= 30 or self.rand_ops < 0:
+            raise UserError(
+                f"rand_ops={self.rand_ops}, rand_magnitude={self.rand_magnitude}: need 0 or more operations of "
+                "magnitude 0 to 30"
+            )
+        if not 0 <= self.erase <= 1 or self.mixup < 0 or self.cutmix < 0:
+            raise UserError(
+                f"erase={self.erase}, mixup={self.mixup}, cutmix={self.cutmix}: need a chance from 0 to 1, and α ≥ 0"
+            )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs, for which a batch must be even."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+NO_AUGMENTATION = Augmentation(crop="none", flip=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Where a command computes.
 
@@ -123,8 +185,9 @@ class Machine:
 
         if self.threads:
             torch.set_num_threads(self.threads)
+        own = {name: getattr(self, name) for name in Compute.__slots__ if hasattr(self, name)}
         with processes(self.device) as group:
-            yield Compute(group=group, workers=self.workers, console=console)
+            yield Compute(group=group, console=console, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +203,3 @@ class TrainingMachine(Machine):
     parallel: Literal["ddp", "fsdp"] = "ddp"
     compile: bool = False
     resume: Literal["auto", "must", "never"] = "auto"
-
-    @contextmanager
-    def started(self, console: Console | None = None) -> Iterator[Compute]:
-        """The means to compute with, while the block lasts."""
-        from dataclasses import replace
-
-        with Machine.started(self, console) as compute:
-            yield replace(compute, parallel=self.parallel, compile=self.compile)

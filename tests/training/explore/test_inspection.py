@@ -11,7 +11,7 @@ from PIL import Image
 
 import ermoe
 from ermoe.analysis.curve_plots import Curve, Scale, curves
-from ermoe.data.catalogue import open_images
+from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.explore import inspection
 from ermoe.explore.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k

@@ -15,21 +15,20 @@ from PIL import Image
 from scipy.stats import t as student
 
 import ermoe
-from ermoe.cli.image import run
 from ermoe.cli.main import main
+from ermoe.cli.main import run_image as run
 from ermoe.console import parse_command
-from ermoe.data.catalogue import open_images
+from ermoe.data.images import open_images
 from ermoe.errors import UserError
-from ermoe.images.classification import evaluate, transform_for
 from ermoe.images.commands import Train
-from ermoe.images.predict import predict
+from ermoe.images.predict import class_names, predict
 from ermoe.images.presets import PRESETS, recipe
 from ermoe.images.probe import Features, Probe, draw_shots, extract, probe, record_path
 from ermoe.images.rivals.image_level import STYLES
-from ermoe.images.run import class_names, model_folder, train
+from ermoe.images.run import evaluate, train, transform_for
 from ermoe.train.compute import Processes
 from ermoe.train.loader import Loader
-from ermoe.train.progress import Log
+from ermoe.train.run_folder import Log, model_folder
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -319,7 +318,7 @@ def few_digits(monkeypatch):
         images.image_NCHW, images.label_N = images.image_NCHW[:64], images.label_N[:64]
         return images
 
-    monkeypatch.setattr("ermoe.images.labelled.open_images", first)
+    monkeypatch.setattr("ermoe.images.run.open_images", first)
     return first
 
 

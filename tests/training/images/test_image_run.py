@@ -25,7 +25,7 @@ def train(monkeypatch):
         with pytest.raises(ClaimedError):
             run.train(*given, **options)
 
-    monkeypatch.setattr(loop._Trainer, "build", begin)
+    monkeypatch.setattr(loop.Trainer, "build", begin)
     return claim
 
 

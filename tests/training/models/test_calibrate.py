@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import ermoe
-from ermoe.models.calibrate import threshold_for_budget
-from ermoe.models.equal_load import equal_load_offsets
-from ermoe.models.weights.state import load_state
+from ermoe.models.calibrate import equal_load_offsets, threshold_for_budget
+from ermoe.models.io import load_state
 from ermoe.nn import Routing
 from support.backbones import apart, build, outputs, photographs
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.errors import UserError
 from ermoe.retrieval.build import load_clip
 from ermoe.retrieval.captioned import CaptionedImages
@@ -18,7 +17,7 @@ from ermoe.retrieval.presets import METHODS, PRESETS, VARIANTS, recipe
 from ermoe.retrieval.run import train
 from ermoe.train.compute import Compute
 from ermoe.train.run_folder import model_folder, read_lines
-from ermoe.train.settings import Training
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation, Training
 from support import captions as layouts
 
 

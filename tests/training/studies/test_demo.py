@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ermoe.cli.main import main
-from ermoe.data.digits import digits
+from ermoe.data.images import digits
 from ermoe.images.presets import recipe
 from ermoe.studies.demo import HEADER, MODELS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ermoe.cli.image import run
+from ermoe.cli.main import run_image as run
 from ermoe.errors import UserError
 from ermoe.studies import step_times as steps_module
 from ermoe.studies.bench.clock import Measurement

@@ -13,17 +13,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ermoe
 from ermoe.errors import UserError
-from ermoe.images.classification import Classification, transform_for
+from ermoe.images.run import Classification, transform_for
 from ermoe.models.io import load
 from ermoe.nn.basis import orthonormality_error
 from ermoe.nn.orthogonality import bases
 from ermoe.train import checkpoint
-from ermoe.train.average import Average
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader, some_batches
-from ermoe.train.optim import build_optimizer, learning_rate, set_learning_rate
 from ermoe.train.run_folder import read_lines
 from ermoe.train.settings import Training
+from ermoe.train.trainer import Average, build_optimizer, learning_rate, set_learning_rate
 from support.tiny_run import AUGMENTED, StoppedError, images, labelled, recipe, run
 
 
@@ -177,10 +176,10 @@ def test_deterministic_mode_is_switched_on(tmp_path):
 
 def test_fp16_with_shards_is_refused(tmp_path):
     task = run(tmp_path, recipe(precision="fp16"), task_only=True)
-    from ermoe.train.loop import _Trainer
+    from ermoe.train.trainer import Trainer
 
     with pytest.raises(UserError, match="use bf16"):
-        _Trainer.build(task, Training(precision="fp16"), Processes(num=2), "fsdp", False)
+        Trainer.build(task, Training(precision="fp16"), Compute(Processes(num=2), parallel="fsdp"))
 
 
 def test_weight_decay_spares_bases_norms_and_biases():

@@ -8,7 +8,7 @@ import torch
 
 from ermoe.brain.age_head import AgeBins, AgeRegression, age_head, fit_temperature
 from ermoe.errors import UserError
-from ermoe.plain import to_json
+from ermoe.files import to_json
 
 
 def slow_soft_label(age, low, high, step, sigma):

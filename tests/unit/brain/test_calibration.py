@@ -8,7 +8,7 @@ import pytest
 from ermoe.brain.calibration import POOLED, AgeCalibration, Line, age_residualised_gap
 from ermoe.brain.metrics import figures
 from ermoe.errors import UserError
-from ermoe.plain import from_json, to_json
+from ermoe.files import from_json, to_json
 
 
 def test_the_figures_of_the_paper():

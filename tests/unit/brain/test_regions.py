@@ -22,7 +22,7 @@ from ermoe.models.upcycle import upcycle
 from ermoe.models.vit3d import ViT3D
 from ermoe.nn import moe_layers
 from ermoe.nn.scores import cosine
-from ermoe.train.recipe import train
+from ermoe.train.loop import train
 from ermoe.train.settings import Training
 from support.tiny_brains import BallCache, people
 

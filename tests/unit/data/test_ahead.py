@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from ermoe.data.ahead import prepared
 from ermoe.errors import UserError
+from ermoe.train.loader import prepared
 
 
 def doubled(request):

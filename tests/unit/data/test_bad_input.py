@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from ermoe.data.augment import Transform
-from ermoe.data.catalogue import open_images
 from ermoe.data.decode import decode
+from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.images.check import check
-from ermoe.images.labelled import LabelledImages
+from ermoe.images.run import LabelledImages
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
@@ -199,7 +199,7 @@ def test_a_class_folder_only_in_val(tmp_path):
 def test_a_class_without_test_images_is_shown(tmp_path):
     make.image_folder(tmp_path)
     make.class_folders(tmp_path / "train", classes=["yak"])
-    assert "1 of them without images here" in open_images(tmp_path, "test").found
+    assert "1 of them without images here" in open_images(tmp_path, "test").summary
 
 
 def test_an_unreadable_file(tmp_path, monkeypatch):
@@ -305,7 +305,7 @@ def test_other_files_are_counted(tmp_path):
     make.image_folder(tmp_path)
     (tmp_path / "train" / "cat" / "notes.txt").touch()
     (tmp_path / "train" / "loose.png").touch()
-    assert "2 other files ignored" in open_images(tmp_path, "train").found
+    assert "2 other files ignored" in open_images(tmp_path, "train").summary
 
 
 def test_class_folders_that_are_links_to_nowhere_are_counted(tmp_path):
@@ -313,7 +313,7 @@ def test_class_folders_that_are_links_to_nowhere_are_counted(tmp_path):
     os.symlink("self", tmp_path / "train" / "self")
     os.symlink(tmp_path / "gone", tmp_path / "train" / "yak")
     train = open_images(tmp_path, "train")
-    assert "2 broken links ignored" in train.found
+    assert "2 broken links ignored" in train.summary
     assert train.classes == make.CLASSES
     shutil.copytree(tmp_path / "train" / "cat", tmp_path / "gone")
     assert open_images(tmp_path, "train").classes == [*make.CLASSES, "yak"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ermoe.data import cifar, shards
-from ermoe.data.catalogue import open_images
 from ermoe.data.decode import decode
+from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.images.check import _PORTION, check
 from support import pictures as make
@@ -21,7 +21,7 @@ from support import pictures as make
 def test_cifar_binary_is_read_record_by_record(tmp_path):
     folder = make.cifar10(tmp_path)
     images = open_images(tmp_path, "train")
-    assert "CIFAR-10 (binary release)" in images.found
+    assert "CIFAR-10 (binary release)" in images.summary
     assert len(images) == 40
     record = np.frombuffer((folder / "data_batch_2.bin").read_bytes(), np.uint8).reshape(-1, 3073)[3]
     assert images.label_N[23] == record[0]
@@ -37,7 +37,7 @@ def test_cifar_100_takes_the_fine_label(tmp_path):
     (tmp_path / "fine_label_names.txt").write_text("\n".join(f"fine{i}" for i in range(100)))
     images = open_images(tmp_path, "test")
     assert images.label_N.tolist() == [0, 1, 2, 3, 4]
-    assert "CIFAR-100" in images.found
+    assert "CIFAR-100" in images.summary
 
 
 def test_pickled_cifar_needs_the_published_checksums(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_even_with_a_matching_checksum_a_pickle_cannot_run_code(tmp_path, monkey
 def test_idx_files(tmp_path, compressed):
     folder = make.idx(tmp_path / "fashion-mnist", compressed)
     images = open_images(folder, "test")
-    assert "Fashion-MNIST" in images.found
+    assert "Fashion-MNIST" in images.summary
     assert images.read(0).shape == (3, 28, 28)
     assert images.classes[int(images.label_N[9])] == "ankle boot"
 
@@ -89,7 +89,7 @@ def test_class_folders_without_splits_hold_out_the_same_tenth_every_time(tmp_pat
     assert not names[0] & names[1]
     assert len(train) + len(test) == 120
     assert 3 <= len(test) <= 25
-    assert "10% held out" in test.found
+    assert "10% held out" in test.summary
 
 
 def test_file_names_need_not_be_utf_8(tmp_path):
@@ -120,7 +120,7 @@ def test_shards_are_read_at_random(tmp_path):
     make.shards(tmp_path)
     images = open_images(tmp_path, "train")
     assert len(images) == 12
-    assert "2 shards" in images.found
+    assert "2 shards" in images.summary
     assert torch.equal(images.read(8), decode(make.picture(8), ""))
     assert images.label_N[8] == 8 % 3
     assert open_images(tmp_path, "test").classes == images.classes
@@ -168,7 +168,7 @@ def test_archives_beside_class_folders_are_not_shards(tmp_path):
     assert (len(open_images(tmp_path, "train")), len(open_images(tmp_path, "test"))) == (9, 6)
     make.class_folders(tmp_path / "unsplit")
     (tmp_path / "unsplit" / "backup.tar").touch()
-    assert "; 1 other files ignored" in open_images(tmp_path / "unsplit", "train").found
+    assert "; 1 other files ignored" in open_images(tmp_path / "unsplit", "train").summary
 
 
 def test_of_val_and_test_shards_val_is_taken(tmp_path):

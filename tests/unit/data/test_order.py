@@ -5,16 +5,13 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from ermoe.data.augment import Batch, Transform, resized_crop
-from ermoe.data.augmentation import Augmentation
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import ImagesInMemory
-from ermoe.data.order import Order, evaluation_batches, share
-from ermoe.data.rand_augment import rand_augment
-from ermoe.data.randomness import uniform
+from ermoe.data.augment import Batch, Transform, rand_augment, resized_crop
+from ermoe.data.images import ImagesInMemory, open_images
+from ermoe.data.order import Order, evaluation_batches, share, uniform
 from ermoe.errors import UserError
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
+from ermoe.train.settings import Augmentation
 from support import pictures as make
 
 EVERYTHING = Augmentation(rand_ops=2, erase=0.5, mixup=0.8, cutmix=1.0)
@@ -126,14 +123,14 @@ def test_a_picture_in_memory_and_as_a_file_is_the_same_input(tmp_path, mode, cro
         (tmp_path / "train" / name / "0.png").write_bytes(make.picture(number, (12, 12), mode))
     files = open_images(tmp_path)
     pixels = torch.stack([files.read(i) for i in range(3)])[:, : len(mode)]
-    memory = ImagesInMemory(pixels, found="", split="train", classes=files.classes, label_N=files.label_N)
+    memory = ImagesInMemory(pixels, summary="", split="train", classes=files.classes, label_N=files.label_N)
     transform = Transform(size, Augmentation(crop=crop), seed=1, crop_share=0.875)
     assert torch.equal(transform.host(memory, np.arange(3), 0), transform.host(files, np.arange(3), 0))
 
 
 def test_evaluation_cuts_the_middle_of_images_in_memory():
     pixels = torch.randint(0, 256, (3, 1, 20, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    images = ImagesInMemory(pixels, found="", split="test", classes=["a", "b"], label_N=torch.zeros(3).long())
+    images = ImagesInMemory(pixels, summary="", split="test", classes=["a", "b"], label_N=torch.zeros(3).long())
     found = Transform(16, crop_share=0.64).host(images, np.arange(3), 0)
     for row in range(3):
         resized = v2.functional.resize(images.read(row), [25, 35], interpolation=v2.InterpolationMode.BICUBIC)

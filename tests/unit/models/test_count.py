@@ -7,9 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import ermoe
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.errors import UserError
-from ermoe.models.costs import PAPER, three_ways
-from ermoe.models.presets import PRESETS
-from ermoe.models.static_path import every_expert
+from ermoe.models.passes import every_expert
+from ermoe.models.presets import PAPER, PRESETS, three_ways
 from support.backbones import ACCEPTED, build, outputs, photographs
 
 

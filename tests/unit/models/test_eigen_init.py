@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 import ermoe
-from ermoe.models.eigen_init import interleaved, svd
-from ermoe.models.families import timm_ffn
-from ermoe.models.ffn import FFN, Linear
-from ermoe.models.moments import Moments, collect
+from ermoe.models.backbones import FFN, Linear
+from ermoe.models.eigen_init import Moments, collect, interleaved, svd
+from ermoe.models.families.timm_vit import FAMILY
 from support.backbones import build, outputs, photographs
 
 
@@ -102,7 +101,7 @@ def test_an_ffn_seen_through_its_weights_computes_what_its_module_does(name):
     block = build(name)[0].blocks[1]
     x = torch.randn(7, 64)
     with torch.no_grad():
-        assert torch.allclose(timm_ffn.read(block.mlp, block.norm2)(x), block.mlp(x), atol=1e-5)
+        assert torch.allclose(FAMILY.ffn(block)(x), block.mlp(x), atol=1e-5)
 
 
 def random_network(bias=True, seed=0):
@@ -139,7 +138,7 @@ class TestMoments:
         seen = []
         block.norm2.register_forward_hook(lambda _, __, z: seen.append(z.flatten(0, 1)))
         images = photographs(size)
-        moments = collect(dense, {"one": timm_ffn.read(block.mlp, block.norm2)}, [images[:4], images[4:]])["one"]
+        moments = collect(dense, {"one": FAMILY.ffn(block)}, [images[:4], images[4:]])["one"]
         assert moments.num_tokens == 8 * 17
         assert torch.allclose(moments.mean_x, torch.cat(seen).double().mean(0), atol=1e-5)
 

@@ -15,7 +15,7 @@ import ermoe
 import ermoe.models.vit
 from ermoe.errors import UserError
 from ermoe.models import io
-from ermoe.models.weights.rebuild import describe
+from ermoe.models.io import describe
 from support.backbones import ACCEPTED, apart, build, outputs, perturb, photographs
 
 KINDS = {
@@ -260,8 +260,8 @@ class TestDamage:
             self.refuses(tmp_path, "attn_implementation='owner/kernel': write 'eager' or 'sdpa'")
 
     def test_a_library_of_another_version(self, saved, monkeypatch):
-        adapters = dict.fromkeys(ermoe.models.families.FAMILIES, "ermoe.models.families.of_old.timm_vit")
-        monkeypatch.setattr(ermoe.models.families, "FAMILIES", adapters)
+        adapters = dict.fromkeys(ermoe.models.backbones.FAMILIES, "ermoe.models.families.of_old.timm_vit")
+        monkeypatch.setattr(ermoe.models.backbones, "FAMILIES", adapters)
         self.refuses(saved, "this version of .* is not one ermoe knows")
 
     @pytest.mark.parametrize("values", [[], [0.3, 1.0], [1.5], [0.3, -1.0, 8.0], [0.3, 1.0, 0.0], [1j]])

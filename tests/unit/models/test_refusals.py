@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import ermoe
-from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock
+from ermoe.models.backbones import SparseBlock, family_of
 from support.backbones import REFUSED, build, distance, outputs, photographs
 
 
@@ -18,7 +17,7 @@ def dense():
 
 def test_another_version_of_a_library_is_named(monkeypatch):
     elsewhere = ("ermoe.models.families.none", "timm.models.vision_transformer")
-    monkeypatch.setitem(ermoe.models.families.FAMILIES, "timm_vit", elsewhere)
+    monkeypatch.setitem(ermoe.models.backbones.FAMILIES, "timm_vit", elsewhere)
     with pytest.raises(ValueError, match=r"this version of timm is not one ermoe knows.*upgrade timm"):
         ermoe.upcycle(timm.create_model("test_vit"))
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import ermoe
-from ermoe.models.families import family_of
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.sparsity import choose_blocks
+from ermoe.models.backbones import SparseBlock, family_of
+from ermoe.models.upcycle import choose_blocks
 from ermoe.nn import EigenLinear, MoE
 from support.backbones import ACCEPTED, TIMM, build, distance, outputs, perturb, photographs
 

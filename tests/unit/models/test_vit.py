@@ -8,7 +8,7 @@ from torch import nn
 
 import ermoe
 import ermoe.models.vit
-from ermoe.models.sparse_block import SparseBlock
+from ermoe.models.backbones import SparseBlock
 from support.backbones import distance, outputs, perturb, photographs
 
 

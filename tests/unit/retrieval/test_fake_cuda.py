@@ -53,7 +53,7 @@ def test_towers_and_their_loss_stay_on_the_device(fake_gpu, name):
 def test_encoders_compute_on_the_model_s_device_and_answer_on_the_cpu(fake_gpu, monkeypatch, compute):
     model = moved(recipe("tiny-ermoe").build(), fake_gpu)
     pixels = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
-    images = ImagesInMemory(pixels, found="five", split="all", classes=["a", "b"], label_N=torch.zeros(5).long())
+    images = ImagesInMemory(pixels, summary="five", split="all", classes=["a", "b"], label_N=torch.zeros(5).long())
     tokens = tokenise(["a dog", "two dogs on a beach", "a boat"], model.context_length).id_TL
     seen = []
     monkeypatch.setattr(encode, "trim", lambda text_BL: text_BL)  # which asks the tokens, on the CPU, for their length

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ermoe.train.average import Average
+from ermoe.train.trainer import Average
 
 
 class Masked(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ermoe.brain.data.settings import VolumeAugmentation
-from ermoe.data.randomness import hashed, uniform
+from ermoe.data.order import hashed, uniform
 from ermoe.errors import UserError
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Segmentation, Tissue, TissueSource
 from ermoe.brain.data.tables import read_table
-from ermoe.data.reading import is_hidden
 from ermoe.errors import UserError
+from ermoe.files import is_hidden
 
 _OF_DERIVATIVES = {"desc", "label", "space", "res", "den", "atlas", "seg", "hemi"}
 _NATIVE_SPACES = {None, "T1w", "orig", "scanner"}

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from ermoe.brain.data.preprocess import Float, Preprocessing, Volume, prepare
 from ermoe.brain.data.scans import ProbabilityMaps, Problem, Scan, ScanError, Segmentation
-from ermoe.files import cache_folder, replacing, write_json
-from ermoe.plain import to_json
+from ermoe.files import cache_folder, replacing, to_json, write_json
 
 _FORMAT = 1  # to be raised when `prepare` changes what it returns
 _SHARE_LEVELS = 255

@@ -15,8 +15,8 @@ from ermoe.brain.data.bids_cohort import bids_cohort
 from ermoe.brain.data.flat_cohort import flat_cohort
 from ermoe.brain.data.scans import Problem, Scan
 from ermoe.brain.data.settings import CohortOptions
-from ermoe.data.reading import is_hidden
 from ermoe.errors import UserError
+from ermoe.files import is_hidden
 
 TABLES = {".tsv", ".csv", ".txt"}
 _IMAGES = (".nii", ".nii.gz")

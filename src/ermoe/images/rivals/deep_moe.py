@@ -10,7 +10,6 @@ Letters: N images, Z embedding width, C channels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -153,9 +152,6 @@ class DeepMoEStyle(nn.Module):
         if self.embedding_weight:
             loss = loss + self.embedding_weight * F.cross_entropy(output.embedding_logit_NK, labels)
         return loss
-
-    def prepare_second_stage(self, batches: Iterable[Tensor], *, seed: int = 0) -> None:
-        """Nothing: this method needs no look at the data between its stages."""
 
     def begin_second_stage(self) -> None:
         """The gates are fixed; see `fix_gates`."""

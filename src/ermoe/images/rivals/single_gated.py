@@ -16,6 +16,7 @@ Letters: N images, Z embedding width, K experts, C classes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -129,7 +130,8 @@ class SingleGatedMoEStyle(nn.Module):
         for expert in range(self.num_experts):
             own = torch.nonzero((expert_N == expert) & ~exited_N).squeeze(1)
             if len(own):
-                log_prob_NC[own] = _average(base_log_prob_NC[own], self._expert(expert, shared[own]))
+                expert_log_prob = self._expert(expert, shared[own])
+                log_prob_NC[own] = torch.logaddexp(base_log_prob_NC[own], expert_log_prob) - math.log(2)  # the mean
         return SingleGatedOutput(log_prob_NC, base_logit_NC, gate_logit_NK, expert_N, exited_N)
 
     def _expert(self, expert: int, shared: Tensor) -> Tensor:
@@ -145,10 +147,6 @@ class SingleGatedMoEStyle(nn.Module):
         output = self.decide(images)
         loss = F.nll_loss(output.log_prob_NC, labels) + F.cross_entropy(output.base_logit_NC, labels)
         return loss if clusters is None else loss + F.cross_entropy(output.gate_logit_NK, clusters)
-
-    def prepare_second_stage(self, batches: Iterable[Tensor], *, seed: int = 0) -> None:
-        """Clusters the embeddings of these images; see `start_from_clusters`."""
-        self.start_from_clusters(batches, seed=seed)
 
     def begin_second_stage(self) -> None:
         """Base and gate are frozen: from here on `loss` teaches the experts."""
@@ -186,8 +184,3 @@ class SingleGatedMoEStyle(nn.Module):
             tail.load_state_dict(self.base_tail.state_dict())
             head.load_state_dict(self.base_head.state_dict())
         return torch.from_numpy(means.labels_).long()
-
-
-def _average(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log((p + q) / 2)."""
-    return torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=log_p.device))

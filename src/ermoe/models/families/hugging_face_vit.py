@@ -14,10 +14,8 @@ from transformers.models.vit import modeling_vit
 from transformers.models.vit.modeling_vit import ViTLayer, ViTMLP
 
 from ermoe.errors import UserError
-from ermoe.models.families import named_blocks
-from ermoe.models.ffn import FFN, Linear
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.plain import Json
+from ermoe.files import Json
+from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
 
 
 class SparseViTLayer(SparseBlock, ViTLayer):
@@ -51,60 +49,40 @@ class SparseViTLayer(SparseBlock, ViTLayer):
         return attn.o_proj(out.transpose(1, 2).flatten(2)), alpha_BNN
 
 
-SPARSE_BLOCK = SparseViTLayer
+class HuggingFaceViT(Family):
+    """Blocks are layers of the base model. The dropout of their feed-forward networks stays with them."""
+
+    sparse_block, network, library = SparseViTLayer, ViTMLP, "transformers'"
+
+    def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        return children_at(model, f"{prefix}layers")
+
+    def ffn(self, block: Any) -> FFN:
+        mlp = block.mlp
+        return FFN(up=Linear.of(mlp.fc1), down=Linear.of(mlp.fc2), act=mlp.activation_fn, norm=block.layernorm_after)
+
+    def num_tokens(self, model: Any) -> int:
+        return int(model.base_model.embeddings.position_embeddings.shape[1])
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        return tuple(model.base_model.embeddings.patch_embeddings.image_size)
+
+    def describe(self, model: Any) -> Json:
+        """The class and its configuration."""
+        return {"class": type(model).__name__, "config": model.config.to_diff_dict()}
+
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        name, known = description["class"], modeling_vit.__all__
+        if name not in known:
+            raise UserError(f"{name} is none of transformers' ViT classes: {', '.join(known)}")
+        config = ViTConfig.from_dict(description["config"])
+        attention = config._attn_implementation
+        if attention not in (None, "eager", "sdpa"):  # any other name may be that of a repository
+            raise UserError(f"attn_implementation={attention!r}: write 'eager' or 'sdpa' into config.json")
+        with torch.device(device):
+            model: nn.Module = getattr(modeling_vit, name)(config)
+        return model
 
 
-def blocks(model: Any) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks with their names."""
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    return list(named_blocks(model, f"{prefix}layers"))
-
-
-def refusal(block: Any) -> str | None:
-    """Why this block cannot be made sparse; None if it can."""
-    if type(block) is not ViTLayer:
-        return f"it is a {type(block).__name__}, not transformers' ViTLayer"
-    if type(block.mlp) is not ViTMLP:
-        return f"its feed-forward network is a {type(block.mlp).__name__}, not transformers' ViTMLP"
-    return None
-
-
-def no_context(block: Any) -> str | None:
-    """None: every block of this family can say where its tokens looked."""
-    return None
-
-
-def ffn(block: Any) -> FFN:
-    """The block's dense feed-forward network. Its dropout stays with the block."""
-    mlp = block.mlp
-    return FFN(up=Linear.of(mlp.fc1), down=Linear.of(mlp.fc2), act=mlp.activation_fn, norm=block.layernorm_after)
-
-
-def num_tokens(model: Any) -> int:
-    """Length of the sequence at the model's own image size."""
-    return int(model.base_model.embeddings.position_embeddings.shape[1])
-
-
-def image_size(model: Any) -> tuple[int, ...]:
-    """The model's own size of images."""
-    return tuple(model.base_model.embeddings.patch_embeddings.image_size)
-
-
-def describe(model: Any) -> Json:
-    """The class and its configuration."""
-    return {"class": type(model).__name__, "config": model.config.to_diff_dict()}
-
-
-def build(description: Json, *, device: str = "cpu") -> nn.Module:
-    """The dense model a description means, freshly initialised."""
-    name = description["class"]
-    if name not in modeling_vit.__all__:
-        raise UserError(f"{name} is none of transformers' ViT classes: {', '.join(modeling_vit.__all__)}")
-    config = ViTConfig.from_dict(description["config"])
-    if config._attn_implementation not in (None, "eager", "sdpa"):  # any other name may be that of a repository
-        raise UserError(
-            f"attn_implementation={config._attn_implementation!r}: write 'eager' or 'sdpa' into config.json"
-        )
-    with torch.device(device):
-        model: nn.Module = getattr(modeling_vit, name)(config)
-    return model
+FAMILY = HuggingFaceViT()

@@ -7,6 +7,7 @@ property in which it differs from the plain architecture becomes an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import timm
@@ -17,10 +18,10 @@ from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
-from ermoe.models.families import timm_ffn
-from ermoe.models.sparse_block import dense_network
-from ermoe.plain import Json
+from ermoe.files import Json
+from ermoe.models.backbones import dense_network
 
+_ROTATION = ("temperature", "grid_offset", "grid_indexing", "shift_coords", "jitter_coords", "rescale_coords")
 _FORBIDDEN = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
 
@@ -33,12 +34,10 @@ def _rate(module: nn.Module | None) -> float:
 
 
 def _mlp_ratio(model: Any) -> float:
-    block = model.blocks[0]
-    network: Any = dense_network(block)
-    ffn = timm_ffn.read(network, block.norm2)
+    network: Any = dense_network(model.blocks[0])
     # VisionTransformer counts both halves of a packed gate as hidden width, Eva counts one.
     packed = isinstance(model, VisionTransformer) and isinstance(network, GluMlp)
-    return (2 if packed else 1) * ffn.hidden_dim / ffn.dim
+    return float((2 if packed else 1) * network.fc2.in_features / model.embed_dim)
 
 
 def _rope(name: str) -> Callable[[Any], Any]:
@@ -53,25 +52,17 @@ def _rope(name: str) -> Callable[[Any], Any]:
 
 # Argument of timm.create_model -> how to read it off a model.
 _PROPERTIES: dict[str, Callable[[Any], Any]] = {
-    "num_classes": lambda m: m.num_classes,
-    "global_pool": lambda m: m.global_pool,
+    **{name: attrgetter(name) for name in ("num_classes", "global_pool", "embed_dim", "dynamic_img_size")},
+    **{f"rope_{name}": _rope(name) for name in _ROTATION},
+    "ref_feat_shape": _rope("ref_feat_shape"),
     "img_size": lambda m: list(m.patch_embed.img_size),
     "patch_size": lambda m: list(m.patch_embed.patch_size),
     "in_chans": lambda m: m.patch_embed.proj.in_channels,
-    "embed_dim": lambda m: m.embed_dim,
     "depth": lambda m: len(m.blocks),
     "num_heads": lambda m: m.blocks[0].attn.num_heads,
     "mlp_ratio": _mlp_ratio,
-    "dynamic_img_size": lambda m: m.dynamic_img_size,
     "dynamic_img_pad": lambda m: m.patch_embed.dynamic_img_pad,
     "pool_include_prefix": lambda m: getattr(m, "pool_include_prefix", False),
-    "rope_temperature": _rope("temperature"),
-    "rope_grid_offset": _rope("grid_offset"),
-    "rope_grid_indexing": _rope("grid_indexing"),
-    "rope_shift_coords": _rope("shift_coords"),
-    "rope_jitter_coords": _rope("jitter_coords"),
-    "rope_rescale_coords": _rope("rescale_coords"),
-    "ref_feat_shape": _rope("ref_feat_shape"),
     "rope_rotate_half": lambda m: getattr(m.blocks[0].attn, "rotate_half", False),
     "drop_rate": lambda m: _rate(m.head_drop),
     "pos_drop_rate": lambda m: _rate(m.pos_drop),
@@ -111,13 +102,3 @@ def build(description: Json, *, device: str = "cpu") -> nn.Module:
     }
     with torch.device(device):
         return timm.create_model(architecture, **args)
-
-
-def num_tokens(model: Any) -> int:
-    """Length of the sequence at the model's own image size."""
-    return int(model.patch_embed.num_patches + model.num_prefix_tokens)
-
-
-def image_size(model: Any) -> tuple[int, ...]:
-    """The model's own size of images."""
-    return tuple(model.patch_embed.img_size)

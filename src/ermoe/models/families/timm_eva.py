@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention, EvaBlock
-from torch import Tensor, nn
+from torch import Tensor
 
-from ermoe.models.families import named_blocks, timm_architecture, timm_ffn
-from ermoe.models.families.timm_vit import causal_mask, project
-from ermoe.models.sparse_block import SparseBlock
+from ermoe.models.backbones import SparseBlock
+from ermoe.models.families.timm_vit import Timm, causal_mask, project
 
 
 class SparseEvaBlock(SparseBlock, EvaBlock):
@@ -83,30 +82,10 @@ def _every_head(attn: Any, x_BhNd: Tensor) -> Tensor:
     return x_BhNd.repeat_interleave(groups, dim=1) if groups > 1 else x_BhNd
 
 
-SPARSE_BLOCK = SparseEvaBlock
+class TimmEva(Timm):
+    """Pre-norm blocks with rotary positions."""
+
+    sparse_block, attentions = SparseEvaBlock, (EvaAttention, AttentionRope)
 
 
-def blocks(model: Any) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks with their names."""
-    return list(named_blocks(model, "blocks"))
-
-
-def refusal(block: Any) -> str | None:
-    """Why this block cannot be made sparse; None if it can."""
-    if type(block) is not EvaBlock:
-        return f"it is a {type(block).__name__}, and only timm's pre-norm EvaBlock has one place for experts"
-    return timm_ffn.refusal(block.mlp)
-
-
-def no_context(block: Any) -> str | None:
-    """Why its attention cannot say where tokens looked; None if it can."""
-    if type(block.attn) not in (EvaAttention, AttentionRope):
-        return timm_ffn.no_weights(block.attn)
-    return None
-
-
-ffn = timm_ffn.of_block
-num_tokens = timm_architecture.num_tokens
-image_size = timm_architecture.image_size
-describe = timm_architecture.describe
-build = timm_architecture.build
+FAMILY = TimmEva()

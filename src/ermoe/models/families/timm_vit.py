@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, GluMlp, Mlp, SwiGLU
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from ermoe.models.families import named_blocks, timm_architecture, timm_ffn
-from ermoe.models.sparse_block import SparseBlock
+from ermoe.files import Json
+from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
+from ermoe.models.families import timm_architecture
 
 
 class SparseViTBlock(SparseBlock, Block):
@@ -58,30 +59,65 @@ def project(attn: Any, out_BhNd: Tensor, x_BND: Tensor) -> Tensor:
     return projected
 
 
-SPARSE_BLOCK = SparseViTBlock
+class Timm(Family):
+    """What timm's backbones share: feed-forward networks, plain, gated, or gated with both maps packed into one."""
+
+    attentions: tuple[type[nn.Module], ...]  # those whose weights can be had
+
+    def refusal(self, block: Any) -> str | None:
+        known = self.sparse_block.dense_class
+        if type(block) is not known:
+            kind = type(block).__name__
+            return f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts"
+        mlp: Any = block.mlp
+        if type(mlp) not in (Mlp, GluMlp, SwiGLU):
+            return f"its feed-forward network is a {type(mlp).__name__}; ermoe knows Mlp, GluMlp and SwiGLU"
+        if not isinstance(mlp.norm, nn.Identity):
+            return "its feed-forward network has an inner norm, which experts do not have"
+        if not isinstance(mlp.fc2, nn.Linear):
+            return "its feed-forward network is made of convolutions"
+        if mlp.drop1.p != mlp.drop2.p:
+            return "its feed-forward network has two different dropout rates"
+        return None
+
+    def no_context(self, block: Any) -> str | None:
+        if type(block.attn) in self.attentions:
+            return None
+        return (
+            f"its {type(block.attn).__name__} has no attention weights to average a context with; "
+            "use score='prototype' or score='energy', which need none"
+        )
+
+    def ffn(self, block: Any) -> FFN:
+        mlp = block.mlp
+        shared: dict[str, Any] = {"act": mlp.act, "norm": block.norm2, "drop": mlp.drop1.p, "down": Linear.of(mlp.fc2)}
+        kind = type(mlp)
+        if kind is SwiGLU:
+            return FFN(up=Linear.of(mlp.fc1_x), gate=Linear.of(mlp.fc1_g), **shared)
+        if kind is GluMlp:
+            half = mlp.fc1.out_features // 2
+            first, second = Linear.of(mlp.fc1, slice(0, half)), Linear.of(mlp.fc1, slice(half, None))
+            up, gate = (first, second) if mlp.gate_last else (second, first)
+            return FFN(up=up, gate=gate, **shared)
+        return FFN(up=Linear.of(mlp.fc1), **shared)
+
+    def num_tokens(self, model: Any) -> int:
+        return int(model.patch_embed.num_patches + model.num_prefix_tokens)
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        return tuple(model.patch_embed.img_size)
+
+    def describe(self, model: Any) -> Json:
+        return timm_architecture.describe(model)
+
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        return timm_architecture.build(description, device=device)
 
 
-def blocks(model: Any) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks with their names."""
-    return list(named_blocks(model, "blocks"))
+class TimmViT(Timm):
+    """Sequential pre-norm blocks."""
+
+    sparse_block, attentions = SparseViTBlock, (Attention,)
 
 
-def refusal(block: Any) -> str | None:
-    """Why this block cannot be made sparse; None if it can."""
-    if type(block) is not Block:
-        return f"it is a {type(block).__name__}, and only timm's sequential pre-norm Block has one place for experts"
-    return timm_ffn.refusal(block.mlp)
-
-
-def no_context(block: Any) -> str | None:
-    """Why its attention cannot say where tokens looked; None if it can."""
-    if type(block.attn) is not Attention:
-        return timm_ffn.no_weights(block.attn)
-    return None
-
-
-ffn = timm_ffn.of_block
-num_tokens = timm_architecture.num_tokens
-image_size = timm_architecture.image_size
-describe = timm_architecture.describe
-build = timm_architecture.build
+FAMILY = TimmViT()

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, VisionTransformer
 
 from ermoe.errors import UserError
-from ermoe.models.families import named_blocks
-from ermoe.models.ffn import FFN, Linear
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.plain import Json
+from ermoe.files import Json
+from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
 
 
 class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed
@@ -44,59 +42,39 @@ class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # tor
         return attn.out_proj(out.transpose(1, 2).flatten(2)), alpha_BNN
 
 
-SPARSE_BLOCK = SparseEncoderBlock
+class TorchvisionViT(Family):
+    """Blocks are the layers of the encoder."""
+
+    sparse_block, network, library = SparseEncoderBlock, MLPBlock, "torchvision's"
+
+    def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
+        return children_at(model, "encoder.layers")
+
+    def ffn(self, block: Any) -> FFN:
+        up, act, drop, down, _ = block.mlp
+        return FFN(up=Linear.of(up), down=Linear.of(down), act=act, norm=block.ln_2, drop=drop.p)
+
+    def num_tokens(self, model: Any) -> int:
+        return int(model.seq_length)
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        return (model.image_size, model.image_size)
+
+    def describe(self, model: Any) -> Json:
+        """The arguments of torchvision's constructor."""
+        if not isinstance(model.conv_proj, nn.Conv2d):
+            raise UserError(
+                "this torchvision model has a convolutional stem, which ermoe does not know how to write down"
+            )
+        layers = model.encoder.layers
+        args = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "attention_dropout", "num_classes")
+        own = {name: getattr(model, name) for name in (*args, "representation_size")}
+        return {**own, "num_layers": len(layers), "num_heads": layers[0].num_heads}
+
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        with torch.device(device):
+            model: nn.Module = VisionTransformer(**description)
+        return model
 
 
-def blocks(model: Any) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks with their names."""
-    return list(named_blocks(model, "encoder.layers"))
-
-
-def refusal(block: Any) -> str | None:
-    """Why this block cannot be made sparse; None if it can."""
-    if type(block) is not EncoderBlock:
-        return f"it is a {type(block).__name__}, not torchvision's EncoderBlock"
-    if type(block.mlp) is not MLPBlock:
-        return f"its feed-forward network is a {type(block.mlp).__name__}, not torchvision's MLPBlock"
-    return None
-
-
-def no_context(block: Any) -> str | None:
-    """None: every block of torchvision can say where its tokens looked."""
-    return None
-
-
-def ffn(block: Any) -> FFN:
-    """The block's dense feed-forward network."""
-    up, act, drop, down, _ = block.mlp
-    return FFN(up=Linear.of(up), down=Linear.of(down), act=act, norm=block.ln_2, drop=drop.p)
-
-
-def num_tokens(model: Any) -> int:
-    """Length of the sequence."""
-    return int(model.seq_length)
-
-
-def image_size(model: Any) -> tuple[int, ...]:
-    """The model's own size of images."""
-    return (model.image_size, model.image_size)
-
-
-def describe(model: Any) -> Json:
-    """The arguments of torchvision's constructor."""
-    if not isinstance(model.conv_proj, nn.Conv2d):
-        raise UserError("this torchvision model has a convolutional stem, which ermoe does not know how to write down")
-    blocks_ = model.encoder.layers
-    args = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "attention_dropout", "num_classes")
-    return {
-        **{name: getattr(model, name) for name in (*args, "representation_size")},
-        "num_layers": len(blocks_),
-        "num_heads": blocks_[0].num_heads,
-    }
-
-
-def build(description: Json, *, device: str = "cpu") -> nn.Module:
-    """The dense model a description means, freshly initialised."""
-    with torch.device(device):
-        model: nn.Module = VisionTransformer(**description)
-    return model
+FAMILY = TorchvisionViT()

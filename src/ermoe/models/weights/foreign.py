@@ -7,7 +7,6 @@ kept, and in Google's files in the order of axes.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 
@@ -17,9 +16,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.weights.checkpoints import read_checkpoint
-from ermoe.models.weights.state import Fit, load_state
+from ermoe.files import StrPath
+from ermoe.models.backbones import SparseBlock
+from ermoe.models.io import Fit, load_state, read_checkpoint
 
 Translation = Iterable[tuple[str, str]]
 
@@ -83,7 +82,7 @@ _FLAX_AXES: tuple[tuple[str, int, Callable[[Tensor], Tensor]], ...] = (
 _SIZED_AXES = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}
 
 
-def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Fit:
+def load_weights(model: nn.Module, path: StrPath, *, strict: bool = True) -> Fit:
     """Loads a checkpoint file into a dense backbone, whoever wrote it, and says how it fitted.
 
     For timm's VisionTransformer the file may be timm's, torchvision's, Hugging Face's or Google's (``.npz``); position
@@ -103,7 +102,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
 def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a ViT under timm's names, from whichever dialect they are in."""
     if any(name.startswith("Transformer/") for name in state):
-        return _join_qkv(translate(_from_google(state), _GOOGLE))
+        # The layer before the head does not exist in timm's model.
+        kept = {name: _axes_like_torch(name, t) for name, t in state.items() if not name.startswith("pre_logits/")}
+        return _join_qkv(translate(kept, _GOOGLE))
     if "conv_proj.weight" in state:
         return translate(state, _TORCHVISION)
     if any(name.endswith("patch_embeddings.projection.weight") for name in state):
@@ -122,14 +123,8 @@ def translate(state: dict[str, Tensor], translation: Translation) -> dict[str, T
     return renamed
 
 
-def _from_google(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Flax keeps input axes first and heads as an axis; the layer before the head does not exist in timm's model."""
-    return {
-        name: _axes_like_torch(name, tensor) for name, tensor in state.items() if not name.startswith("pre_logits/")
-    }
-
-
 def _axes_like_torch(name: str, tensor: Tensor) -> Tensor:
+    """Flax keeps input axes first and heads as an axis."""
     for pattern, num_axes, turned in _FLAX_AXES:
         if re.search(pattern, name):
             if tensor.dim() != num_axes:

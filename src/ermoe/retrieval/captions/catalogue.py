@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ermoe.data.images import Images, ImagesInFiles
-from ermoe.data.reading import naming_what_cannot_be_read, read_bytes, read_text
 from ermoe.errors import UserError
+from ermoe.files import naming_what_cannot_be_read, read_bytes, read_text
 from ermoe.retrieval.captions import coco, tables, webdataset
 from ermoe.retrieval.captions.ids import bytes_id, id_hash, named_id
 from ermoe.retrieval.captions.protocols import Protocol, protocol_of
@@ -62,7 +62,7 @@ def _at(place: Path, chosen: Protocol, split: str, images: str | os.PathLike[str
     root = _image_folder(annotations, path, place if place.is_dir() else path.parent, images)
     files = [own.file for own in annotations]
     pictures = ImagesInFiles(
-        root, files, found=str(path), split=split, classes=[*files, ""], label_N=torch.arange(len(files))
+        root, files, summary=str(path), split=split, classes=[*files, ""], label_N=torch.arange(len(files))
     )
     unused = _unused(listed, path, chosen)
     return _caption_set(annotations, _ids(root, files), pictures, chosen, split, str(path), unused)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ermoe.data.reading import read_text
 from ermoe.errors import UserError
+from ermoe.files import read_text
 from ermoe.retrieval.captions.schema import Annotation, checked_caption, is_broken, one_split
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ermoe.data.images import Images
-from ermoe.data.order import Indices
-from ermoe.data.randomness import hashed
+from ermoe.data.order import Indices, hashed
 from ermoe.errors import UserError
 
 _CAPTIONS = 101  # a stream of numbers of its own, beside those of augmentation
@@ -64,7 +63,7 @@ class CaptionSet:
 
     >>> from ermoe.data.images import ImagesInMemory
     >>> pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    >>> images = ImagesInMemory(pixels, found="two", split="all", classes=["a", "b"], label_N=torch.arange(2))
+    >>> images = ImagesInMemory(pixels, summary="two", split="all", classes=["a", "b"], label_N=torch.arange(2))
     >>> captions = [("one", "two"), ("three",)]
     >>> pair = CaptionSet(["a", "b"], captions, images, protocol="custom", split="all", summary="two images")
     >>> pair.texts, pair.text_to_image_T.tolist(), pair.texts_of(1)

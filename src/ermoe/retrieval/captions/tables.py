@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ermoe.data.folders import SUFFIXES
-from ermoe.data.reading import read_text
 from ermoe.errors import UserError
+from ermoe.files import read_text
 from ermoe.retrieval.captions.schema import Annotation, checked_caption, one_split
 
 _TOKEN = re.compile(r"^(?P<file>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)$")

@@ -43,7 +43,7 @@ def read(shards: list[Path], split: str) -> tuple[list[Annotation], list[str], I
     keys = [annotation.file for annotation in annotations]
     images = ImagesInShards(
         shards, np.array([os.fsencode(key) for key in keys], np.bytes_), np.array(places, np.int64).reshape(-1, 3),
-        found=f"{len(shards)} shards", split=split, classes=[*keys, ""], label_N=torch.arange(len(keys)),
+        summary=f"{len(shards)} shards", split=split, classes=[*keys, ""], label_N=torch.arange(len(keys)),
     )  # fmt: skip
     return annotations, ids, images
 

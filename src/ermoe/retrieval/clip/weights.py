@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.sparse_block import SparseBlock
-from ermoe.models.weights.checkpoints import read_checkpoint
+from ermoe.models.backbones import SparseBlock
+from ermoe.models.io import Fit, load_state, read_checkpoint
 from ermoe.models.weights.foreign import Translation, fit_sizes, translate
-from ermoe.models.weights.state import Fit, load_state
 from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
 
 PARTS = ("image", "text")

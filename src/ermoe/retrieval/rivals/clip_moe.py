@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
+from ermoe.models.backbones import FFN, Linear
 from ermoe.models.eigen_init import fill_from_dense
-from ermoe.models.ffn import FFN, Linear
-from ermoe.models.sparsity import Sparsity
-from ermoe.models.upcycle import upcycle
+from ermoe.models.upcycle import Sparsity, upcycle
 
 ROUTER = "clip-moe"
 
@@ -82,12 +81,12 @@ def _text_ffn(block: Any) -> FFN:
 @torch.no_grad()
 def _write_expert(model: Any, expert: int, stage: Any) -> None:
     """Expert ``expert`` of every layer becomes the feed-forward network of the same block of a dense ``stage``."""
-    from ermoe.models.families import timm_vit
+    from ermoe.models.families.timm_vit import FAMILY
 
     for (_, block), (_, dense) in zip(
-        timm_vit.blocks(model.visual.trunk), timm_vit.blocks(stage.visual.trunk), strict=True
+        FAMILY.blocks(model.visual.trunk), FAMILY.blocks(stage.visual.trunk), strict=True
     ):
-        _copy_into(block.mlp, expert, timm_vit.ffn(dense))
+        _copy_into(block.mlp, expert, FAMILY.ffn(dense))
     for block, dense in zip(model.text.transformer.resblocks, stage.text.transformer.resblocks, strict=True):
         _copy_into(block.mlp, expert, _text_ffn(dense))
 

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ermoe.data.augment import Transform
-from ermoe.data.augmentation import Augmentation
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.images import Images, ImagesInMemory, open_images
 from ermoe.data.order import Order
 from ermoe.images.presets import recipe
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.bench.result import Bar, Result
 from ermoe.train.loader import Loader
+from ermoe.train.settings import Augmentation
 
 _BATCH = 100
 _PRELOADED, _LOADER, _FULL = "preloaded tensors", "loader, miniature preset", "loader, all augmentations of the paper"
@@ -33,7 +32,7 @@ def generated(num_images: int = 5_000) -> ImagesInMemory:
     generator = torch.Generator().manual_seed(0)
     return ImagesInMemory(
         torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator),
-        found=f"{num_images} generated images",
+        summary=f"{num_images} generated images",
         split="train",
         classes=[str(c) for c in range(10)],
         label_N=torch.randint(0, 10, (num_images,), generator=generator),
@@ -56,7 +55,7 @@ def run(data: Path | None, *, rounds: int, threads: int) -> Result:
     """Steps on batches from the loader beside steps on batches that are ready in memory."""
     torch.set_num_threads(threads)
     images: Images = generated() if data is None else open_images(data, "train")
-    settings = {"data": images.found, "batch": _BATCH, "rounds": rounds, "threads": threads}
+    settings = {"data": images.summary, "batch": _BATCH, "rounds": rounds, "threads": threads}
     result = Result("data", settings, reference=_PRELOADED)
     order = Order(len(images), _BATCH, seed=0)
     loaders = {name: Loader(Transform(32, own).of(images), order) for name, own in _AUGMENTATIONS.items()}

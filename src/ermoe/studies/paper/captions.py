@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ermoe.data.augmentation import NO_AUGMENTATION
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.evaluation import evaluate
@@ -17,6 +16,7 @@ from ermoe.retrieval.run import train
 from ermoe.retrieval.shapes import write_shapes
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study, slug
+from ermoe.train.settings import NO_AUGMENTATION
 
 CUTS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 METHODS = {

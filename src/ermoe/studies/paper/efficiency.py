@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ermoe.models.costs import PAPER, WHAT_DOES_NOT_FIT, count_preset
-from ermoe.models.presets import Preset, preset
+from ermoe.models.presets import PAPER, WHAT_DOES_NOT_FIT, Preset, count_preset, preset
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.model import inference_of
 from ermoe.studies.figures import cell, figures_of

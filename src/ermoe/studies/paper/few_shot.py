@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.probe import READINGS, features, probe
+from ermoe.images.run import LabelledImages
 from ermoe.studies.figures import cell, figures_of, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant
@@ -38,8 +38,8 @@ def describe(setup: Setup) -> str:
     """The two data sets, in a sentence."""
     first, second = sources(setup)
     return (
-        f"{images.describe(setup)} Features are learned from: {first.train.found}; frozen and probed on: "
-        f"{second.train.found}."
+        f"{images.describe(setup)} Features are learned from: {first.train.summary}; frozen and probed on: "
+        f"{second.train.summary}."
     )
 
 

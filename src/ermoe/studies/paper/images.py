@@ -17,17 +17,15 @@ from torch import nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch, in_memory
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import Images, ImagesInMemory, some_of
+from ermoe.data.images import Images, ImagesInMemory, open_images, some_of
 from ermoe.errors import UserError
-from ermoe.images.classification import evaluate, transform_for
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
+from ermoe.images.run import LabelledImages, evaluate, transform_for
 from ermoe.models.io import load
 from ermoe.studies.paper.study import Setup, slug
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
-from ermoe.train.recipe import train
+from ermoe.train.loop import train
 from ermoe.train.run_folder import RunFolder
 
 PAPER_RULE, OFFSETS = "ermoe-none", "ermoe"
@@ -110,7 +108,7 @@ def describe(setup: Setup, **training: Any) -> str:
     size = "ViT-B/16, experts in every second block" if setup.is_full else _size(chosen)
     start = f"started from {setup.weights}" if setup.weights else "from scratch"
     return (
-        f"{data.train.found}; {data.test.found}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
+        f"{data.train.summary}; {data.test.summary}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
         f"{_departures(chosen)}"
     )
 
@@ -257,5 +255,5 @@ def chosen(images: Images, classes: Sequence[int]) -> Images:
     index_N = torch.isin(images.label_N, torch.tensor(list(classes))).nonzero().squeeze(1)
     label_N = torch.searchsorted(torch.tensor(list(classes)), images.label_N[index_N])
     names = [images.classes[c] for c in classes]
-    found = f"{images.found}, of which classes {names[0]} to {names[-1]}: {len(index_N)} images"
-    return some_of(images, index_N.numpy(), found=found, classes=names, label_N=label_N)
+    summary = f"{images.summary}, of which classes {names[0]} to {names[-1]}: {len(index_N)} images"
+    return some_of(images, index_N.numpy(), summary=summary, classes=names, label_N=label_N)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ermoe.models.costs import count_preset
-from ermoe.models.presets import Preset, preset
+from ermoe.models.presets import Preset, count_preset, preset
 from ermoe.nn import EigenMoE, MoE
 from ermoe.nn.registry import build_layer
 from ermoe.studies.bench.clock import compare, take_turns

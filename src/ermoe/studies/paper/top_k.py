@@ -13,7 +13,7 @@ from torch import nn
 from ermoe.analysis.curve_plots import Curve, Scale, curves
 from ermoe.analysis.plots import ACCENT
 from ermoe.explore.inspect import experts_a_token
-from ermoe.images.labelled import LabelledImages
+from ermoe.images.run import LabelledImages
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.figures import cell, deviation, figures_of, mean
 from ermoe.studies.paper import images

@@ -8,11 +8,10 @@ import timm
 import torch
 from rich.console import Console
 
-from ermoe.data.catalogue import open_images
-from ermoe.data.images import some_of
+from ermoe.data.images import open_images, some_of
 from ermoe.errors import UserError
-from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import recipe
+from ermoe.images.run import LabelledImages
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import moe_layers
 from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
@@ -26,7 +25,7 @@ NAMES = ["threshold", "lambda", "top-k", "balance", "ablation", "train-heatmaps"
 
 def few(split, number):
     whole = open_images("digits", split)
-    return some_of(whole, np.arange(number), found=f"{number} digits")
+    return some_of(whole, np.arange(number), summary=f"{number} digits")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ pytest.importorskip("nibabel")
 
 from ermoe.brain.data.preprocess import Preprocessing, isolate, prepare
 from ermoe.errors import UserError
-from ermoe.plain import from_json, to_json
+from ermoe.files import from_json, to_json
 from support.scans import CODES, head, save
 from support.stored_scans import all_ways_to_store, padded, stored, turned
 

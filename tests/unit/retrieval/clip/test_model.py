@@ -9,7 +9,7 @@ import torch
 
 import ermoe
 from ermoe.errors import UserError
-from ermoe.models.sparse_block import SparseBlock
+from ermoe.models.backbones import SparseBlock
 from ermoe.retrieval.clip.model import CLIP, create_clip
 from ermoe.retrieval.clip.registry import register_with_open_clip
 from ermoe.retrieval.clip.tokens import END, tokenise

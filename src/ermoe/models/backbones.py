@@ -1,0 +1,298 @@
+"""Backbones seen alike: where a family keeps its blocks, and a block's feed-forward network, dense or sparse.
+
+An adapter a family, found by where a model's class is defined, shows a block's dense network through its weights. A
+block becomes sparse in place. It keeps its modules, parameter names, hooks and settings; its feed-forward network
+``mlp`` becomes an expert layer, and its class a subclass whose forward hands that layer the context.
+
+Row convention, y = x W + b. Letters: B sequences, N tokens, T tokens of all sequences, D model width, H hidden width,
+h heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.errors import UserError
+from ermoe.files import Json
+from ermoe.nn import MixtureLayer, attend, context
+
+CONTEXT_SOURCES = ("features", "attention")
+
+
+@dataclass(slots=True)
+class Linear:
+    """The weight (I, O) and bias (O,) of one linear map, as views of the module's own parameters."""
+
+    W: Tensor
+    b: Tensor | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, rows: slice = slice(None)) -> Linear:
+        """Views of a torch linear layer, or of some of its output ``rows`` when several maps are packed in one."""
+        weight, bias = linear.weight.detach(), linear.bias
+        return cls(weight[rows].t(), None if bias is None else bias.detach()[rows])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.W if self.b is None else torch.addmm(self.b, x, self.W)
+
+    def assign(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Writes through the views into the module. A missing bias must be zero where there is no place for it."""
+        self.W.copy_(weight)
+        if self.b is not None:
+            self.b.copy_(torch.zeros_like(self.b) if bias is None else bias)
+        elif bias is not None and bool(bias.any()):
+            raise UserError(
+                "the experts have learned a bias where the dense network has none: it cannot be dense again"
+            )
+
+
+@dataclass(slots=True)
+class FFN:
+    """down(act(up(x))), or down(act(gate(x)) · up(x)) when gated, with dropout ``drop`` after each of the two steps.
+
+    ``norm`` is the normalisation through which tokens enter.
+    """
+
+    up: Linear
+    down: Linear
+    act: nn.Module
+    norm: nn.Module
+    gate: Linear | None = None
+    drop: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        """Model width, D."""
+        return self.up.W.shape[0]
+
+    @property
+    def hidden_dim(self) -> int:
+        """Hidden width, H."""
+        return self.up.W.shape[1]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of its maps has a bias; experts then have one in all."""
+        return any(linear.b is not None for linear in self.linears())
+
+    def linears(self) -> list[Linear]:
+        """The maps in the order of `ermoe.nn.Experts.linears`."""
+        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """What enters ``down``, (T, H)."""
+        up_TH = self.up(x_TD)
+        hidden_TH: Tensor = self.act(up_TH) if self.gate is None else self.act(self.gate(x_TD)) * up_TH
+        return hidden_TH
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Outputs without dropout, (T, D)."""
+        return self.down(self.hidden(x_TD))
+
+    def act_layer(self) -> Callable[[], nn.Module]:
+        """A factory of this network's activation."""
+        return lambda: self.act
+
+    def fresh(self, generator: torch.Generator | None = None) -> FFN:
+        """A network of the same shape with Xavier-uniform weights and zero biases; this one keeps its own."""
+
+        def drawn(linear: Linear) -> Linear:
+            weight = nn.init.xavier_uniform_(torch.empty_like(linear.W), generator=generator)
+            return Linear(weight, None if linear.b is None else torch.zeros_like(linear.b))
+
+        gate = None if self.gate is None else drawn(self.gate)
+        return replace(self, gate=gate, up=drawn(self.up), down=drawn(self.down))
+
+    def defect(self) -> str | None:
+        """Why experts cannot be made of it, as the end of a sentence about its block; None if they can."""
+        if any(True for _ in self.act.parameters()):
+            return f"its activation {type(self.act).__name__} has parameters, which experts do not have"
+        if not all(bool(linear.W.isfinite().all()) for linear in self.linears() if not linear.W.is_meta):
+            return "its feed-forward weights hold NaN or infinity"
+        return None
+
+
+class SparseBlock(nn.Module):
+    """Mixin of a transformer block whose feed-forward network ``mlp`` is a mixture of experts.
+
+    ``context_of`` says what the attention weights average: the "features" that enter the expert layer, or the output
+    of the "attention". With ``context_grad=False`` the weights α carry no gradient, and attention itself stays fused.
+    """
+
+    dense_class: type[nn.Module]
+    mlp: Any  # a MixtureLayer, where the dense block has a network of its own
+    context_of: str
+    context_grad: bool
+
+    # The dense network without its weights, in a tuple so that torch does not take it for a submodule.
+    _skeleton: tuple[nn.Module]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the router asks where tokens looked; if not, the backbone's own attention runs untouched."""
+        layer: MixtureLayer = self.mlp
+        return layer.needs_context
+
+    def mix(
+        self, z_BND: Tensor, alpha_BNN: Tensor | None, attended_BND: Tensor, mask_BN: Tensor | None = None
+    ) -> Tensor:
+        """The expert layer on ``z_BND``, with the context its router asks for (Eq. 2)."""
+        context_BND = None
+        if alpha_BNN is not None:
+            context_BND = context(alpha_BNN, z_BND if self.context_of == "features" else attended_BND)
+        mixed_BND: Tensor = self.mlp(z_BND, context_BND, mask_BN)
+        return mixed_BND
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, scale: float, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention outputs (B, h, N, d) and the head-mean weights α (B, N, N)."""
+        return attend(q, k, v, bias=bias, scale=scale, dropout=dropout, weights_grad=self.context_grad)
+
+
+def dense_network(block: Any) -> nn.Module:
+    """The feed-forward module of a dense block, or what is left of it in a sparse one: everything but its weights."""
+    return block._skeleton[0] if isinstance(block, SparseBlock) else block.mlp
+
+
+def sparsify(
+    block: Any, layer: MixtureLayer, sparse_class: type[SparseBlock], *, context_of: str, context_grad: bool
+) -> None:
+    """Puts an expert layer in the place of the block's feed-forward network."""
+    skeleton = copy.deepcopy(block.mlp.to("meta"))
+    block.__class__ = sparse_class
+    block.context_of, block.context_grad = context_of, context_grad
+    block._skeleton = (skeleton,)
+    block.mlp = layer.train(block.training)
+
+
+def densify(block: Any) -> None:
+    """Undoes `sparsify`, except that the weights of the dense network are yet to be written."""
+    reference = next(block.mlp.parameters())
+    (skeleton,) = block._skeleton
+    block.mlp = copy.deepcopy(skeleton).to_empty(device=reference.device).to(reference.dtype).train(block.training)
+    block.__class__ = block.dense_class
+    for name in ("_skeleton", "context_of", "context_grad"):
+        delattr(block, name)
+
+
+class Family(ABC):
+    """How one family of backbones is laid out; what is not said otherwise is as in timm.
+
+    Models and blocks of other libraries are `Any`: torch does not type the attributes of modules.
+    """
+
+    sparse_block: type[SparseBlock]
+    network: type[nn.Module]  # the dense one that experts can replace
+    library: str  # whose these two are
+
+    def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
+        """The transformer blocks from input to output, with their names in the model."""
+        return children_at(model, "blocks")
+
+    def refusal(self, block: Any) -> str | None:
+        """Why this block cannot be made sparse, as the end of a sentence about it; None if it can."""
+        known = self.sparse_block.dense_class
+        if type(block) is not known:
+            return f"it is a {type(block).__name__}, not {self.library} {known.__name__}"
+        network = type(block.mlp)
+        if network is not self.network:
+            return f"its feed-forward network is a {network.__name__}, not {self.library} {self.network.__name__}"
+        return None
+
+    def no_context(self, block: Any) -> str | None:
+        """Why its attention cannot say where tokens looked; None if it can."""
+        return None
+
+    @abstractmethod
+    def ffn(self, block: Any) -> FFN:
+        """The feed-forward network of a dense block, as views of its parameters."""
+
+    @abstractmethod
+    def num_tokens(self, model: Any) -> int:
+        """Length of the sequence at the model's own image size."""
+
+    @abstractmethod
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        """The model's own size of images (height, width) or volumes."""
+
+    @abstractmethod
+    def describe(self, model: Any) -> Json:
+        """What it takes to build the model's dense form again, as plain as JSON."""
+
+    @abstractmethod
+    def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        """The dense model a description means, freshly initialised."""
+
+
+def children_at(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The children of the container at a dotted path, with their full names."""
+    return [(f"{path}.{name}", block) for name, block in model.get_submodule(path).named_children()]
+
+
+# Name in config.json -> the module whose ``FAMILY`` is the adapter, and those that define its models' classes or their
+# bases. Those of applications are known by their address alone: loading such a model imports its application, and
+# nothing else does.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "timm_vit": ("ermoe.models.families.timm_vit", "timm.models.vision_transformer"),
+    "timm_eva": ("ermoe.models.families.timm_eva", "timm.models.eva"),
+    "torchvision_vit": ("ermoe.models.families.torchvision_vit", "torchvision.models.vision_transformer"),
+    "hugging_face_vit": ("ermoe.models.families.hugging_face_vit", "transformers.models.vit.modeling_vit"),
+    "volume": ("ermoe.models.vit3d", "ermoe.models.vit3d"),
+    "clip": ("ermoe.retrieval.clip.adapter", "ermoe.retrieval.clip.model"),
+    "whole": (
+        "ermoe.models.families.whole",
+        "ermoe.brain.rivals.sfcn",
+        "ermoe.brain.rivals.swin3d",
+        "ermoe.images.rivals.single_gated",
+        "ermoe.images.rivals.deep_moe",
+    ),
+}
+_NAMES = {home: name for name, (_, *homes) in FAMILIES.items() for home in homes}
+
+
+def family_name(model: nn.Module) -> str:
+    """The family of a model, as a saved model calls it.
+
+    >>> import timm
+    >>> family_name(timm.create_model("test_vit"))
+    'timm_vit'
+    """
+    for base in type(model).__mro__:
+        if base.__module__ in _NAMES:
+            return _NAMES[base.__module__]
+    raise UserError(
+        f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
+        "Eva, a torchvision VisionTransformer, a Hugging Face ViT or ermoe's ViT3D, or put ermoe.EigenMoE into blocks "
+        "of your own"
+    )
+
+
+def family_of(model: nn.Module) -> Family:
+    """The adapter for a model."""
+    return family_named(family_name(model))
+
+
+def family_named(name: str) -> Family:
+    """The adapter of the name that a saved model gives.
+
+    >>> type(family_named("timm_vit")).__name__
+    'TimmViT'
+    """
+    if name not in FAMILIES:
+        raise UserError(f"config.json names the unknown backbone family {name!r}: ermoe knows {', '.join(FAMILIES)}")
+    adapter, home, *_ = FAMILIES[name]
+    try:
+        family: Family = import_module(adapter).FAMILY
+    except ImportError as problem:
+        library = home.partition(".")[0]
+        raise UserError(f"this version of {library} is not one ermoe knows ({problem}): upgrade {library}") from problem
+    return family

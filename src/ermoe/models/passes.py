@@ -1,0 +1,128 @@
+"""Forward passes in evaluation mode: over whatever a data loader yields, and over shapes without data.
+
+The latter take the path that is the same for all tokens: every expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ermoe.errors import UserError
+from ermoe.models.backbones import family_of
+from ermoe.nn import moe_layers
+
+
+@torch.no_grad()
+def run(model: nn.Module, batches: Iterable[Any], hooks: Mapping[nn.Module, Callable[..., None]]) -> None:
+    """Runs the model in evaluation mode over batches, of which there must be some.
+
+    A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments. A hook is
+    given its module, the arguments, the keyword arguments and the output of each of its calls.
+    """
+    refuse_tensor(batches)
+    device = next(model.parameters()).device
+    count = 0
+    with evaluating(model), ExitStack() as hooked:
+        for module, hook in hooks.items():
+            hooked.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for batch in batches:
+            if isinstance(batch, dict):
+                model(**{name: _finite(value).to(device) for name, value in batch.items()})
+            else:
+                model(_finite(_images(batch)).to(device))
+            count += 1
+    if count == 0:
+        raise UserError("there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode; afterwards each of its modules is in its own mode again."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def refuse_tensor(batches: object) -> None:
+    """A tensor is one batch, and going through it would yield single images."""
+    if isinstance(batches, Tensor):
+        raise UserError(f"batches is one tensor of shape {tuple(batches.shape)}: pass a list of batches, [images]")
+
+
+def _finite(inputs: Tensor) -> Tensor:
+    if not bool(inputs.isfinite().all()):
+        raise UserError("a batch holds NaN or infinity: look for broken images or for a division by zero before it")
+    return inputs
+
+
+def _images(batch: Any) -> Tensor:
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(images, Tensor):
+        raise UserError(
+            f"a batch is a {type(batch).__name__}: need a tensor of images, a tuple that starts with one, or a mapping "
+            "of the model's keyword arguments"
+        )
+    return images
+
+
+def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
+    entry = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
+    own = family_of(model).image_size(model)
+    if image_size is None and not own:
+        raise UserError(f"this {type(model).__name__} takes images of any size: choose one with image_size=")
+    if image_size is None:
+        return (entry.in_channels, *own)
+    axes = len(entry.kernel_size)
+    size = tuple(image_size) if isinstance(image_size, (tuple, list)) else (image_size,) * axes
+    if len(size) != axes or not all(isinstance(edge, int) and edge > 0 for edge in size):
+        raise UserError(f"image_size={image_size!r}: need a positive whole number, or a tuple of {axes}")
+    shape = (entry.in_channels, *size)
+    if own and size != own:
+        _try(model, shape)
+    return shape
+
+
+def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuses what the backbone refuses, in its own words: some sizes, or all but its own."""
+    try:
+        run_without_data(model, (1, *shape))
+    except UserError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as problem:
+        reason = str(problem).partition("\n")[0].rstrip(".")
+        name = type(model).__name__
+        raise UserError(f"image_size={shape[1:]}: this {name} does not take such images ({reason})") from problem
+
+
+@torch.no_grad()
+def run_without_data(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """A forward pass along the static path over tensors that have a shape and no data; the model stays as it is."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weightless = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    images = torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype)
+    with evaluating(model), every_expert(model):
+        functional_call(model, weightless, (images,))
+
+
+@contextmanager
+def every_expert(model: nn.Module) -> Iterator[None]:
+    """Within it, all experts run on all tokens: E / K times the work, the same numbers, static shapes."""
+    before = {layer: layer.every_expert for layer in moe_layers(model).values()}
+    try:
+        for layer in before:
+            layer.every_expert = True
+        yield
+    finally:
+        for layer, value in before.items():
+            layer.every_expert = value

@@ -1,0 +1,356 @@
+"""A task with everything that moves while it is trained: its optimiser, the average of its weights, its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ermoe.analysis.recorder import record_routing
+from ermoe.analysis.summary import routing_figures
+from ermoe.data.order import hashed
+from ermoe.errors import UserError
+from ermoe.models.io import load_state, save
+from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
+from ermoe.nn.balance import offsets_restored
+from ermoe.nn.orthogonality import bases
+from ermoe.nn.rivals.losses import auxiliary_loss
+from ermoe.nn.sharding import whole
+from ermoe.train import checkpoint
+from ermoe.train.compute import Compute, Processes, parallelise, reshard, sum_over_processes, wait_for_all, without_sync
+from ermoe.train.run_folder import RunFolder
+from ermoe.train.settings import Training
+
+if TYPE_CHECKING:
+    from ermoe.train.loop import Task
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands: full epochs, steps of the next one, the best figure so far, and the last evaluation."""
+
+    epoch: int = 0
+    step: int = 0
+    best: float = -math.inf
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Trainer:
+    """A task with everything that moves while it is trained."""
+
+    task: Task
+    settings: Training
+    group: Processes
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: Average | None
+    skeleton: nn.Module
+
+    @classmethod
+    def build(cls, task: Task, settings: Training, compute: Compute) -> Trainer:
+        group = compute.group
+        is_sharded = compute.parallel == "fsdp" and group.num > 1
+        if settings.precision == "fp16" and is_sharded:
+            raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
+        if group.is_main and settings.warmup_epochs > settings.epochs:
+            _warn_of_warmup(settings)
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        model = task.model.to(group.device, torch.float64 if settings.precision == "fp64" else None)
+        skeleton = copy.deepcopy(model).cpu() if is_sharded else model  # ermoe.save wants a whole model
+        network = parallelise(model, group, compute.parallel)
+        optimizer = build_optimizer(model, settings)
+        scaler = torch.amp.GradScaler(group.device.type, enabled=settings.precision == "fp16")
+        average = Average(model, settings.ema) if settings.ema else None
+        if compute.compile:
+            network = torch.compile(network)  # type: ignore[assignment]
+        return cls(task, settings, group, network, optimizer, scaler, average, skeleton)
+
+    def step(self, parts: list[Any], epoch: int, step: int, *, watch: bool) -> dict[str, Tensor | float]:
+        """One optimiser step; returns its losses, and with ``watch`` what the routers did."""
+        settings, model = self.settings, self.task.model
+        torch.manual_seed(int(hashed(settings.seed, epoch, step, self.group.rank)[0] >> 1))
+        rate = self._learning_rate(epoch * self.task.steps_per_epoch + step)
+        set_learning_rate(self.optimizer, rate)
+        self.network.train()
+        task_loss: Tensor | float = 0.0
+        with _watching(model, watch) as routing:
+            for number, part in enumerate(parts, 1):
+                with without_sync(self.network, unless=number == len(parts)):
+                    with self._autocast():
+                        loss = self.task.loss(self.network, part)
+                    task_loss = task_loss + loss.detach() / len(parts)
+                    loss = (loss + auxiliary_loss(model)) / len(parts)
+                    if number == len(parts):
+                        loss = loss + self._orthogonality(epoch * self.task.steps_per_epoch + step)
+                    self.scaler.scale(loss).backward()
+        norm = self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        update_balance(model)
+        if self.average is not None:
+            self.average.update()
+        return {"loss": task_loss, "lr": rate, "gradient_norm": norm, **routing} if watch else {}
+
+    def _learning_rate(self, step: int) -> float:
+        settings, per_epoch = self.settings, self.task.steps_per_epoch
+        return learning_rate(
+            step,
+            total_steps=settings.epochs * per_epoch,
+            warmup_steps=round(settings.warmup_epochs * per_epoch),
+            peak=settings.lr,
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.settings.precision not in AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self.group.device.type, AUTOCAST[self.settings.precision])
+
+    def _orthogonality(self, step: int) -> Tensor | float:
+        """Every n-th step it weighs nλ, so that the mean over steps is λ."""
+        every, weight = self.settings.orthogonality_every, self.settings.orthogonality
+        return every * weight * orthogonality_loss(self.task.model) if weight and step % every == 0 else 0.0
+
+    def _clip(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer)
+        limit = self.settings.clip or math.inf
+        return whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
+
+    def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
+        """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
+        loss = sum_over_processes(torch.as_tensor(line["loss"]).double()) / self.group.num
+        if not bool(loss.isfinite()):
+            raise _diverged(f"the loss is {loss.item()} at step {step}")
+        return {name: float(value) for name, value in {**line, "loss": loss}.items()}
+
+    def check_weights(self, step: int) -> None:
+        """Stops a run whose weights are no longer numbers, before they are retracted, evaluated or saved."""
+        if not bool(whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
+            raise _diverged(f"the weights are no longer finite numbers after step {step}")
+
+    @contextmanager
+    def as_kept(self) -> Iterator[str | None]:
+        """Within the block the model is what is judged and kept: the averaged weights, if there are any, settled.
+
+        Yields on what its offsets were settled.
+        """
+        with self._averaged(), offsets_restored(self.task.model):
+            settled_on = self.task.settle()
+            reshard(self.task.model)
+            yield settled_on
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.average is None else self.average.in_place()
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's figures of the model as it is."""
+        figures = self.task.evaluate()
+        reshard(self.task.model)
+        return figures
+
+    def keep_models(self, run: RunFolder, epoch: int, *, is_best: bool) -> None:
+        """Writes the models that are kept for use, as folders that `ermoe.load` reads."""
+        settings = self.settings
+        folders = [run.best] if is_best else []
+        folders += [run.kept(epoch)] if settings.keep_every and epoch % settings.keep_every == 0 else []
+        folders += [run.final] if epoch == settings.epochs else []
+        if not folders:
+            return
+        model = self._whole_model()
+        if self.group.is_main:
+            for folder in folders:
+                save(model, folder)
+
+    def _whole_model(self) -> nn.Module:
+        if self.skeleton is self.task.model:
+            return self.skeleton
+        state = checkpoint.whole_model(self.task.model)
+        if self.group.is_main:
+            load_state(self.skeleton, state, source="the shards of this run")
+        return self.skeleton
+
+    def save(self, run: RunFolder, where: Position) -> None:
+        """Writes the checkpoint from which the run goes on; called on every process."""
+        state = checkpoint.gather(self.task.model, self.optimizer)
+        state |= {"position": asdict(where), "scaler": self.scaler.state_dict(), "task": self.task.state_dict()}
+        state["average"] = None if self.average is None else self.average.state_dict()
+        if self.group.is_main:
+            checkpoint.write(run.last, state)
+        wait_for_all()
+
+    def restore(self, state: dict[str, Any]) -> Position:
+        """Takes over what `save` wrote, on any number of processes."""
+        self.task.load_state_dict(state["task"])  # first: it may freeze parameters, which then have no optimiser state
+        checkpoint.scatter(self.task.model, self.optimizer, state)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        return Position(**state["position"])
+
+
+@contextmanager
+def _watching(model: nn.Module, wanted: bool) -> Iterator[dict[str, float]]:
+    """Fills what it yields with the worst load CV² and the mean fallback rate of what ran within, on this process."""
+    figures: dict[str, float] = {}
+    if not wanted or not moe_layers(model):
+        yield figures
+        return
+    with record_routing(model, probe_tokens=0) as recorder:
+        yield figures
+    layers = [routing_figures(tally) for tally in recorder.tallies.values()]
+    for name, summarise in (("load_cv2", max), ("fallback_rate", statistics.fmean)):
+        values = [layer[name] for layer in layers if not math.isnan(layer[name])]
+        if values:
+            figures[name] = summarise(values)
+
+
+def _diverged(finding: str) -> UserError:
+    return UserError(
+        f"{finding}: start a new run folder with a lower base_lr, with clip or in fp32; this one would go the same way "
+        "again"
+    )
+
+
+def _warn_of_warmup(settings: Training) -> None:
+    logging.getLogger("ermoe").warning(
+        "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower warmup_epochs",
+        settings.warmup_epochs,
+        settings.epochs,
+    )
+
+
+def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
+    """AdamW. Bases, s, ψ, norms, biases and what the backbone itself exempts (position embeddings) do not decay.
+
+    Each group carries ``lr_scale``, by which `set_learning_rate` multiplies: its layer's decay, times ``basis_lr``.
+    """
+    exempt = no_weight_decay(model)
+    if callable(own := getattr(model, "no_weight_decay", None)):
+        exempt |= set(own())
+    groups: list[dict[str, Any]]
+    if settings.layer_decay < 1:
+        groups = param_groups_layer_decay(
+            model, settings.weight_decay, no_weight_decay_list=exempt, layer_decay=settings.layer_decay
+        )
+    else:
+        groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
+    for group in groups:
+        group.setdefault("lr_scale", 1.0)
+    is_basis = {id(basis) for basis in bases(model)}
+    if settings.basis_lr != 1:
+        groups = [part for group in groups for part in _bases_apart(group, is_basis, settings.basis_lr)]
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+
+
+def _bases_apart(group: dict[str, Any], is_basis: set[int], factor: float) -> list[dict[str, Any]]:
+    """A group of parameters as two, of which the one with the bases learns at ``factor`` times the rate."""
+    own = [parameter for parameter in group["params"] if id(parameter) in is_basis]
+    others = [parameter for parameter in group["params"] if id(parameter) not in is_basis]
+    slowed = {**group, "params": own, "lr_scale": factor * group["lr_scale"]}
+    return [part for part in ({**group, "params": others}, slowed) if part["params"]]
+
+
+def learning_rate(step: int, *, total_steps: int, warmup_steps: int, peak: float) -> float:
+    """Linear from zero to ``peak``, then half a cosine to zero.
+
+    >>> [round(learning_rate(s, total_steps=10, warmup_steps=2, peak=1.0), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.038]
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Gives every group its share of ``rate``."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+class Average:
+    """Averages of all parameters and floating-point buffers of a model, offsets included.
+
+    Early on the decay is lower, (1 + n) / (10 + n) after n updates, so that short runs do not average in their start.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = model
+        self.decay = decay
+        self.num_updates = 0
+        self._shadow = {name: tensor.detach().clone() for name, tensor in _averaged(model).items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes in the model as it is after a step."""
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        for name, tensor in _averaged(self.model).items():
+            _local(self._shadow[name]).lerp_(_local(tensor), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the model has the averaged weights, with its bases made orthonormal.
+
+        An average of orthonormal bases is shorter than one; the average itself goes on from where it was.
+        """
+        own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
+        self._put(self._shadow)
+        retract(self.model)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, tensor in _averaged(self.model).items():
+            _local(tensor).copy_(_local(values[name]))
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """Whole tensors, also where the model is sharded; collective in that case."""
+        return {"num_updates": self.num_updates, **{f"shadow.{n}": whole(t).cpu() for n, t in self._shadow.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        """Takes it back, sharded as the model is now."""
+        self.num_updates = int(state["num_updates"])
+        for name, tensor in self._shadow.items():
+            saved = state[f"shadow.{name}"]
+            assert isinstance(saved, Tensor)
+            if isinstance(tensor, DTensor):
+                saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
+            _local(tensor).copy_(_local(saved))
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and the buffers that are saved with them. The others are constants: a mask of −∞ has no average."""
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+    }
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
