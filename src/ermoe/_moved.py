@@ -15,19 +15,20 @@ _HOMES = {
     **{
         f"ermoe.brain.{part}": f"ermoe.brain.{home}"
         for home, parts in {
-            "batches": ("variants",),
+            "ages": ("age_head", "calibration"),
+            "batches": ("data.augment", "variants"),
             "data.bids": ("data.codes", "data.derivatives"),
-            "data.confounds": ("data.fingerprint",),
-            "data.mask": ("data.skull_strip", "data.weighting"),
-            "data.nifti": ("data.affines", "data.alignment"),
+            "data.cohort": ("data.bids_cohort", "data.flat_cohort"),
+            "data.nifti": ("data.affines", "data.alignment", "data.grid"),
             "data.phantom.anatomy": ("data.phantom.fields",),
             "data.phantom.dataset": ("data.phantom.tables",),
-            "data.preprocess": ("data.grid", "data.intensity", "data.tissue"),
-            "data.scans": ("data.identity", "data.problems"),
-            "data.settings": ("data.options",),
+            "data.preprocess": ("data.intensity", "data.mask", "data.skull_strip", "data.tissue", "data.weighting"),
+            "data.quality": ("data.confounds", "data.fingerprint"),
+            "data.scans": ("data.identity", "data.options", "data.problems"),
             "data.tables": ("data.demographics", "data.table"),
             "inputs": ("contrast",),
             "metrics": ("retest",),
+            "model": ("predict",),
             "reporting.pictures": ("reporting.mosaic",),
             "reporting.routing_sections": ("reporting.occlusion",),
         }.items()

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ermoe.brain.age_head import AgeBins, AgeHead, AgeRegression
-from ermoe.brain.data.settings import num_channels, reduction
-from ermoe.brain.recipes import WITHOUT_CUBES, Recipe
+from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
+from ermoe.brain.recipes import WITHOUT_CUBES, Recipe, num_channels, reduction
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.models.scratch import restart_ffns

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ermoe.brain.data.settings import CohortOptions, VolumeAugmentation
+from ermoe.brain.data.scans import CohortOptions
 from ermoe.brain.data_commands import Doctor, Synthesize
-from ermoe.brain.recipes import Method, Recipe, recipe
+from ermoe.brain.recipes import Method, Recipe, VolumeAugmentation, recipe
 from ermoe.console import Command, run_command, say
 from ermoe.errors import UserError
 from ermoe.train.settings import Machine, TrainingMachine
@@ -18,7 +18,7 @@ from ermoe.train.settings import Machine, TrainingMachine
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ermoe.brain.predict import Prediction
+    from ermoe.brain.model import Prediction
 
 _Word = tyro.conf.Positional
 Preset = Literal["small", "paper", "tiny"]
@@ -144,8 +144,7 @@ class Predict:
 
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.model import BrainAgeModel
-        from ermoe.brain.predict import predict
+        from ermoe.brain.model import BrainAgeModel, predict
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
@@ -257,9 +256,8 @@ def _line(row: Prediction) -> str:
 
 
 def _write(rows: list[Prediction], out: Path, model: Path) -> None:
-    from ermoe.brain.predict import COLUMNS
     from ermoe.brain.reporting.derivative import describe, write_table
 
     readme = f"Predictions of {len(rows)} scans by the model {model.name}, in desc-predictions_brainage.tsv."
     describe(out, name="Brain age predictions", readme=readme)
-    write_table(out / "desc-predictions_brainage.tsv", COLUMNS, [asdict(row) for row in rows])
+    write_table(out / "desc-predictions_brainage.tsv", [asdict(row) for row in rows])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ermoe.brain.data.settings import CohortOptions, Preprocessing
+from ermoe.brain.data.scans import CohortOptions, Preprocessing
 from ermoe.console import say
 from ermoe.errors import UserError
 

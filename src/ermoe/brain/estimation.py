@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
-from ermoe.brain.data.settings import reduction
 from ermoe.brain.metrics import figures
-from ermoe.brain.recipes import Recipe
+from ermoe.brain.recipes import Recipe, reduction
 from ermoe.data.order import Order
 from ermoe.plain import Json
 from ermoe.train.compute import Compute

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from ermoe.brain import simple
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.settings import CohortOptions
+from ermoe.brain.data.scans import CohortOptions, Scan
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.metrics import Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ermoe.brain.data.preprocess import Volume, isolate
 from ermoe.brain.data.scans import TISSUES
-from ermoe.brain.data.settings import BLOCK
+from ermoe.brain.recipes import BLOCK
 from ermoe.errors import UserError
 
 VERSION = 3

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort

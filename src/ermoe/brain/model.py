@@ -1,31 +1,39 @@
-"""A trained estimator: its networks, one a fold, and everything without which they would mean nothing.
+"""A trained estimator: its networks, one a fold, all without which they would mean nothing, and the ages it predicts.
 
-A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each fold.
+A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each fold. No prediction stops at a scan that
+cannot be used: its row says why.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ermoe._version import __version__
-from ermoe.brain.age_head import AgeBins, AgeHead, age_head
-from ermoe.brain.calibration import AgeCalibration, Line
-from ermoe.brain.data.scans import canonical_id
-from ermoe.brain.data.settings import Preprocessing
-from ermoe.brain.data.splits import Splits
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, age_head
+from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
+from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
+from ermoe.brain.inputs import voxels, whole_input
+from ermoe.data.ahead import Request, prepared
 from ermoe.errors import UserError
 from ermoe.files import read_json, write_json
 from ermoe.models.io import load, save
 from ermoe.plain import Json, from_json, to_json
+from ermoe.train.run_folder import model_folder
 
+_log = logging.getLogger("ermoe")
+Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
 
@@ -110,12 +118,11 @@ class BrainAgeModel:
         """The mean over folds of the predicted ages, (B,)."""
         return torch.stack([self.head.age(output_BK) for output_BK in output_FBK]).mean(0)
 
-    def intervals(self, output_FBK: Tensor, level: float = 0.9) -> Tensor | None:
+    def intervals(self, output_FBK: Tensor) -> Tensor | None:
         """Lower and upper limits (B, 2) from the bins' mean probabilities; None for a regression."""
         if not isinstance(self.head, AgeBins):
             return None
-        probability_BK = self.head.probability(output_FBK, self.temperature).mean(0)
-        return self.head.quantiles(probability_BK, [(1 - level) / 2, (1 + level) / 2])
+        return self.head.interval(self.head.probability(output_FBK, self.temperature).mean(0))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes everything; the description last, so that a folder that has one is complete."""
@@ -143,9 +150,8 @@ class BrainAgeModel:
     @classmethod
     def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
-        folder = Path(place)
-        folder = folder if (folder / _DESCRIPTION).is_file() else folder / "model"
-        description = _read(folder, place)
+        folder = Path(model_folder(place))
+        description = _read(folder / _DESCRIPTION)
         source = str(folder / _DESCRIPTION)
         low, high = description["age_range"]
         return cls(
@@ -176,10 +182,9 @@ def _calibration(stored: Json | None, source: str) -> AgeCalibration | None:
     return AgeCalibration({name: from_json(Line, line, source=source) for name, line in stored.items()})
 
 
-def _read(folder: Path, place: str | os.PathLike[str]) -> Json:
-    path = folder / _DESCRIPTION
+def _read(path: Path) -> Json:
     if not path.is_file():
-        raise UserError(f"{place} holds no brain-age model: name a run of `ermoe brain train` that is finished")
+        raise UserError(f"{path.parent} holds no brain-age model: name a run of `ermoe brain train` that is finished")
     description: Json = read_json(path, "train the model again, or copy it again")
     if description.get("format") != _FORMAT:
         raise UserError(f"{path} has format {description.get('format')}, this version reads {_FORMAT}: train it again")
@@ -195,6 +200,135 @@ def hashed_id(participant_id: str) -> str:
     return hashlib.sha256(f"ermoe brain age {canonical_id(participant_id)}".encode()).hexdigest()[:16]
 
 
-def hashed_parts(splits: Splits) -> dict[str, tuple[str, ...]]:
-    """Everybody's parts, under hashed ids."""
-    return {hashed_id(person): tuple(parts) for person, parts in splits.parts.items()}
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One scan's row. Numbers are NaN where there is none; ``problem`` says why a scan has no age."""
+
+    participant_id: str
+    session_id: str | None
+    scan: str
+    age: float
+    """Chronological, if the table has one."""
+    sex: str | None
+    brain_age: float = math.nan
+    """Raw: the mean over folds of the expectation."""
+    brain_age_low: float = math.nan
+    brain_age_high: float = math.nan
+    """Limits of the 90 % interval."""
+    brain_age_calibrated: float = math.nan
+    """By the pooled line of held-out people; needs no age."""
+    brain_age_calibrated_sex: float = math.nan
+    """By the line of the scan's sex."""
+    gap: float = math.nan
+    """Raw brain age minus age."""
+    fold_sd: float = math.nan
+    """Standard deviation over the folds that judged."""
+    num_folds: int = 0
+    mask_source: str | None = None
+    seen_in_training: bool = False
+    """The person was: only folds that had not learnt from them judge, if there are such."""
+    outside_age_range: bool = False
+    """Age, or where it is unknown brain age, outside of those in training."""
+    unusual_mask: bool = False
+    """No training scan had its mask from this source."""
+    unlike_t1: bool = False
+    """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
+    problem: str = ""
+
+    @classmethod
+    def of(cls, scan: Scan, **found: Any) -> Prediction:
+        """The row of a scan with what was found, or with the problem that kept anything from being found."""
+        age = math.nan if scan.age is None else scan.age
+        return cls(scan.participant_id, scan.session_id, str(scan.t1), age, scan.sex, **found)
+
+
+def predict(
+    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None, workers: int = 0
+) -> Iterator[Prediction]:
+    """A row for every scan, as it is ready.
+
+    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead.
+    """
+    reader = _Reader(scans, read or partial(prepare, preprocessing=model.preprocessing))
+    requests = [(0, np.array([number])) for number in range(len(scans))]
+    warned: set[str | None] = set()
+    volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
+    for scan, volume in zip(scans, volumes, strict=True):
+        row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume))
+        if isinstance(row, str):
+            row = Prediction.of(scan, problem=row)
+        elif row.unusual_mask and row.mask_source not in warned:
+            warned.add(row.mask_source)
+            _log.warning(
+                "brain masks from %r: the model was trained with masks from %s, which cut brains out differently",
+                row.mask_source,
+                ", ".join(model.mask_sources),
+            )
+        yield row
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Prepares one scan at a time, in this process or in another: its volume, or why there is none."""
+
+    scans: Sequence[Scan]
+    read: Callable[[Scan], Volume]
+
+    def __call__(self, request: Request) -> Volume | str:
+        scan = self.scans[int(request[1][0])]
+        return _attempt(scan, partial(self.read, scan))
+
+
+def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
+    """What comes of it, or why nothing does: whatever it is, the scans after this one are still to be judged."""
+    try:
+        return work()
+    except UserError as reason:
+        return str(reason)
+    except Exception as reason:
+        _log.debug("%s", scan.key, exc_info=True)
+        return f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})"
+
+
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
+    folds, seen = model.folds_for(scan.participant_id)
+    seen_CXYZ, mask_XYZ = whole_input(model.input, *voxels(volume))
+    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
+    raw = float(model.ages(output_FBK)[0])
+    if not math.isfinite(raw):
+        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
+    single_F = torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK])
+    limits_B2 = model.intervals(output_FBK)
+    low, high = (math.nan, math.nan) if limits_B2 is None else limits_B2[0].tolist()
+    youngest, oldest = model.age_range
+    known_age = raw if scan.age is None else scan.age
+    return Prediction.of(
+        scan,
+        brain_age=raw,
+        brain_age_low=low,
+        brain_age_high=high,
+        **_calibrated(model, scan, raw, dict(zip(folds, single_F.tolist(), strict=True))),
+        gap=math.nan if scan.age is None else raw - scan.age,
+        fold_sd=float(single_F.std(unbiased=False)),
+        num_folds=len(folds),
+        mask_source=volume.mask_source,
+        seen_in_training=seen,
+        outside_age_range=not youngest <= known_age <= oldest,
+        unusual_mask=volume.mask_source not in model.mask_sources,
+        unlike_t1=not looks_like_t1(volume.t1_XYZ, volume.mask_XYZ, model.preprocessing.spacing_mm),
+    )
+
+
+def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
+    """New people get the line of everybody held out; people of the training set those that never saw their ages."""
+    pairs = [(model.calibration, raw)]
+    if model.knows(scan.participant_id):
+        is_tested = model.is_tested_by(scan.participant_id, raw_of_fold)
+        pairs = [(model.calibration_of_fold[fold] if is_tested else None, age) for fold, age in raw_of_fold.items()]
+    lines = [(line, age) for line, age in pairs if line is not None]
+    if not lines:
+        return {}
+    return {
+        "brain_age_calibrated": float(np.mean([line.pooled([age])[0] for line, age in lines])),
+        "brain_age_calibrated_sex": float(np.mean([line.by_sex([age], [scan.sex])[0] for line, age in lines])),
+    }

@@ -15,16 +15,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ermoe.brain.age_head import AgeBins, AgeHead, fit_temperature
-from ermoe.brain.calibration import AgeCalibration
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, fit_temperature
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.splits import Splits
 from ermoe.errors import UserError
 from ermoe.files import replacing
 
 Array = NDArray[np.float64]
-LEVEL = 0.9
-"""Of the prediction intervals."""
 _CALIBRATION_FITS = ("held-out", "train")
 
 
@@ -144,8 +141,7 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
         if isinstance(outputs.head, AgeBins):
             tau = temperature(outputs, basis)
             probability_BK = outputs.head.probability(outputs.output_FNK[fold, torch.from_numpy(rows)], tau)
-            limits_B2 = outputs.head.quantiles(probability_BK, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).numpy()
-            columns["low"][fold, rows], columns["high"][fold, rows] = limits_B2.T
+            columns["low"][fold, rows], columns["high"][fold, rows] = outputs.head.interval(probability_BK).numpy().T
     kept = np.flatnonzero(~np.isnan(columns["raw"]).all(0))
     mean = {name: _mean_of_known(values[:, kept]) for name, values in columns.items()}
     return HeldOut(

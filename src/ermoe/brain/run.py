@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import Cohort, open_cohort, state_of
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import Scan, stop_at_errors
-from ermoe.brain.data.settings import CohortOptions, Preprocessing
+from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
 from ermoe.brain.learning import is_learnt, learn, learn_regions, start
 from ermoe.brain.metrics import figures
-from ermoe.brain.model import BrainAgeModel, hashed_parts
+from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
@@ -259,7 +258,7 @@ def _model(
         input=chosen.input,
         preprocessing=chosen.preprocessing,
         patch_size=chosen.patch_size,
-        parts={**_inherited_parts(init, results), **hashed_parts(results.splits)},
+        parts=_inherited_parts(init, results) | {hashed_id(who): own for who, own in results.splits.parts.items()},
         age_range=(min(ages), max(ages)),
         mask_sources=mask_sources,
         calibration=calibration,

@@ -14,19 +14,18 @@ import torch
 from rich.console import Console
 
 import ermoe
-from ermoe.brain.calibration import AgeCalibration, Line
+from ermoe.brain.ages import AgeCalibration, Line
 from ermoe.brain.commands import Train
 from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.preprocess import prepare
-from ermoe.brain.data.settings import Preprocessing, VolumeAugmentation
+from ermoe.brain.data.scans import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import learn_phantoms
-from ermoe.brain.model import BrainAgeModel, hashed_id
-from ermoe.brain.predict import Prediction, predict
-from ermoe.brain.recipes import NETWORKS, recipe
+from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
+from ermoe.brain.recipes import NETWORKS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
@@ -361,7 +360,7 @@ def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monke
 def test_prediction_waits_for_no_library_it_does_not_use():
     """Each of them takes seconds to import: as long as the whole of one prediction may take."""
     heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}
-    code = f"import sys\nimport ermoe.brain.predict\nprint(*({heavy} & set(sys.modules)))"
+    code = f"import sys\nimport ermoe.brain.model\nprint(*({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ermoe.brain.age_head import AgeBins, AgeRegression, age_head, fit_temperature
+from ermoe.brain.ages import AgeBins, AgeRegression, age_head, fit_temperature
 from ermoe.errors import UserError
 from ermoe.plain import to_json
 

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
-from ermoe.brain.data.settings import InputKind, num_channels, reduction
 from ermoe.brain.inputs import network_input, partial_volumes, tissue_means
+from ermoe.brain.recipes import InputKind, num_channels, reduction
 from ermoe.errors import UserError
 
 

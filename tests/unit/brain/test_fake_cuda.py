@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ermoe.brain.age_head import AgeBins, AgeHead, AgeRegression
+from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, VolumeBatch
-from ermoe.brain.data.settings import num_channels, reduction
 from ermoe.brain.estimation import Estimation, Lesson, hidden_cubes
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.recipes import Recipe, recipe
+from ermoe.brain.recipes import Recipe, num_channels, recipe, reduction
 from ermoe.train.compute import Compute
 from support.tiny_brains import BallCache, people
 

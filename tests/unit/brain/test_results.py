@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ermoe.brain import simple
-from ermoe.brain.age_head import AgeBins, AgeRegression
+from ermoe.brain.ages import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.metrics import retest
 from ermoe.brain.results import Outputs, for_new_people, held_out

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ermoe.brain.data.preprocess import Float, Preprocessing, Volume, prepare
-from ermoe.brain.data.scans import ProbabilityMaps, Problem, Scan, ScanError, Segmentation
+from ermoe.brain.data.preprocess import Float, Volume, prepare
+from ermoe.brain.data.scans import Preprocessing, ProbabilityMaps, Problem, Scan, ScanError, Segmentation
 from ermoe.files import cache_folder, replacing, write_json
 from ermoe.plain import to_json
 

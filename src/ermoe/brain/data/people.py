@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from ermoe.brain.data.scans import Problem, Severity, Sex, canonical_id, look_alikes, prefixed
+from ermoe.brain.data.scans import Problem, Scan, Severity, Sex, canonical_id, look_alikes, prefixed
 from ermoe.brain.data.tables import AgeError, SexError, SexReader, Table, given, read_age
 from ermoe.errors import UserError
 
@@ -98,25 +98,15 @@ def mismatches(people: People, scanned: Sequence[str]) -> list[Problem]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What a table says of one scan."""
-
-    age: float | None
-    sex: Sex | None
-    site: str | None
-    columns: Mapping[str, str]
-
-
-def describe(
-    row: Mapping[str, str], key: str, path: Path, reader: SexReader, *, age: AgeText
-) -> tuple[Described, list[Problem]]:
-    """Reads a row; ``age`` is the one that holds for this scan."""
+def described(
+    scan: Scan, row: Mapping[str, str], path: Path, reader: SexReader, *, age: AgeText
+) -> tuple[Scan, list[Problem]]:
+    """The scan with what its row says; ``age`` is the one that holds for this scan."""
     problems: list[Problem] = []
     site = next((given(row[name]) for name in _SITE if name in row and given(row[name])), None)
     further = {name: text for name, text in row.items() if name not in _KNOWN and given(text) is not None}
-    years, sex = _age(age, key, problems), _sex(row, key, path, reader, problems)
-    return Described(years, sex, site, further), problems
+    years, sex = _age(age, scan.key, problems), _sex(row, scan.key, path, reader, problems)
+    return replace(scan, age=years, sex=sex, site=site, columns=further), problems
 
 
 def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ermoe.brain.calibration import POOLED
+from ermoe.brain.ages import POOLED
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.reporting.derivative import RESEARCH_USE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ def describe(folder: Path, *, name: str, source: str | None = None, readme: str 
     write_text(folder / ".bidsignore", "\n".join(_IGNORED) + "\n")
 
 
-def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """A TSV with its JSON sidecar; missing values are n/a, as BIDS wants."""
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A TSV with every column that some row has, and its JSON sidecar; missing values are n/a, as BIDS wants."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = ["\t".join(columns)]
     lines += ["\t".join(_cell(row.get(column)) for column in columns) for row in rows]
     write_text(path, "\n".join(lines) + "\n")

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, svg, table
-from ermoe.brain.calibration import age_residualised_gap
+from ermoe.brain.ages import age_residualised_gap
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.metrics import LABELS, by_group, decade
 from ermoe.brain.reporting import pictures
@@ -276,7 +276,7 @@ def _write_predictions(evaluation: Evaluation, path: Path) -> None:
                 "mask_source": evaluation.cache.volume(scan).mask_source,
             }
         )
-    write_table(path, list(dict.fromkeys(column for row in rows for column in row)), rows)
+    write_table(path, rows)
 
 
 def _write_metrics(evaluation: Evaluation, path: Path) -> None:
@@ -292,7 +292,7 @@ def _write_metrics(evaluation: Evaluation, path: Path) -> None:
             for name, value in found.items():
                 row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             rows.append(row)
-    write_table(path, list(rows[0]), rows)
+    write_table(path, rows)
 
 
 def _heading(text: str) -> Markup:

@@ -24,9 +24,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.age_head import AgeHead
-from ermoe.brain.data.settings import reduction
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.estimation import as_model
+from ermoe.brain.recipes import reduction
 
 Array = NDArray[np.float64]
 

@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from ermoe.brain.data.nifti import Image
-from ermoe.brain.data.preprocess import Grid, sample
+from ermoe.brain.data.nifti import Float, Grid, Image, sample
+from ermoe.brain.data.preprocess import largest_piece
 from ermoe.errors import UserError
-
-Float = NDArray[np.float32]
 
 SPACING_MM = 2.0
 SHAPE = (91, 109, 91)
@@ -64,7 +62,7 @@ def atlas() -> Atlas:
     in_box = deep & (csf > 0.5)
     for axis, (low, high) in zip((x, y, z), _SEED_BOX_MM, strict=True):
         in_box &= (axis > low) & (axis < high)
-    seed = _largest(in_box)
+    seed = largest_piece(in_box)
     distance = ndimage.distance_transform_edt(~seed) - ndimage.distance_transform_edt(seed)
     distance = ndimage.gaussian_filter(distance * SPACING_MM, 1.0)
     slope = np.stack(np.gradient(distance))
@@ -116,10 +114,3 @@ def _millimetres() -> list[NDArray[np.float64]]:
             indexing="ij",
         )
     )
-
-
-def _largest(region: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    pieces, _ = ndimage.label(region)
-    sizes = np.bincount(pieces.ravel())
-    sizes[0] = 0
-    return pieces == sizes.argmax()
