@@ -26,9 +26,11 @@ _HOMES = {
             "data.quality": ("data.confounds", "data.fingerprint"),
             "data.scans": ("data.identity", "data.options", "data.problems"),
             "data.tables": ("data.demographics", "data.table"),
+            "evaluation": ("simple",),
             "inputs": ("contrast",),
             "metrics": ("retest",),
             "model": ("predict",),
+            "reporting.derivative": ("reporting.card",),
             "reporting.pictures": ("reporting.mosaic",),
             "reporting.routing_sections": ("reporting.occlusion",),
         }.items()

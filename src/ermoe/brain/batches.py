@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ermoe.brain.data.cache import VolumeCache
 from ermoe.brain.data.scans import TISSUES, Scan
-from ermoe.brain.inputs import VERSION, isolated_input, voxels, whole_input
+from ermoe.brain.inputs import VERSION, isolated_input, single_input, voxels
 from ermoe.brain.recipes import VolumeAugmentation
 from ermoe.data.order import Indices
 from ermoe.data.randomness import hashed, uniform
@@ -43,11 +43,10 @@ class VolumeBatch:
     age_B: Tensor
     region_B: Tensor | None = None
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> VolumeBatch:
-        """On another device; the input also in another precision."""
+    def to(self, device: torch.device | str) -> VolumeBatch:
+        """On another device."""
         region_B = None if self.region_B is None else self.region_B.to(device)
-        volume, mask = self.input_BCXYZ.to(device, dtype), self.mask_BXYZ.to(device)
-        return replace(self, input_BCXYZ=volume, mask_BXYZ=mask, age_B=self.age_B.to(device), region_B=region_B)
+        return VolumeBatch(self.input_BCXYZ.to(device), self.mask_BXYZ.to(device), self.age_B.to(device), region_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class ScanSet:
         t1, mask = voxels(volume)
         if self.augmentation is not None:
             t1, mask = augmented(self.augmentation, t1, mask, drawn, self.cache.preprocessing.spacing_mm)
-        return whole_input(self.kind, t1, mask)
+        return single_input(self.kind, t1, mask)
 
     def _kept(self, scan: Scan, region: int | None, drawn: Drawn) -> tuple[Tensor, Tensor]:
         """The same from a file, which is made the first time it is asked for.

@@ -116,11 +116,15 @@ class Estimation:
 def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:
     """A random choice of cubes, (B, X, Y, Z), True for their voxels."""
     grid = [math.ceil(edge / patch_size) for edge in mask_BXYZ.shape[1:]]
-    chosen = torch.rand(len(mask_BXYZ), *grid, device=mask_BXYZ.device) < share
+    return in_voxels(torch.rand(len(mask_BXYZ), *grid, device=mask_BXYZ.device) < share, patch_size, mask_BXYZ)
+
+
+def in_voxels(cube_Bxyz: Tensor, patch_size: int, like_BXYZ: Tensor) -> Tensor:
+    """What is known of cubes, at each of their voxels, of which the last cubes may lack some, (B, X, Y, Z)."""
     for axis in (1, 2, 3):
-        chosen = chosen.repeat_interleave(patch_size, axis)
-    x, y, z = mask_BXYZ.shape[1:]
-    return chosen[:, :x, :y, :z]
+        cube_Bxyz = cube_Bxyz.repeat_interleave(patch_size, axis)
+    x, y, z = like_BXYZ.shape[1:]
+    return cube_Bxyz[:, :x, :y, :z]
 
 
 @torch.no_grad()

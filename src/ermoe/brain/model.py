@@ -24,7 +24,7 @@ from ermoe._version import __version__
 from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, age_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
-from ermoe.brain.inputs import voxels, whole_input
+from ermoe.brain.inputs import network_input, voxels
 from ermoe.data.ahead import Request, prepared
 from ermoe.errors import UserError
 from ermoe.files import read_json, write_json
@@ -292,8 +292,8 @@ def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
 
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
-    seen_CXYZ, mask_XYZ = whole_input(model.input, *voxels(volume))
-    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
+    seen_BCXYZ, mask_BXYZ = network_input(model.input, *(part.unsqueeze(0) for part in voxels(volume)))
+    output_FBK = model.outputs(seen_BCXYZ, mask_BXYZ, folds)
     raw = float(model.ages(output_FBK)[0])
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")

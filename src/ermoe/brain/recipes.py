@@ -185,13 +185,13 @@ class Recipe:
 
     def age_head(self, ages: Iterable[float]) -> AgeHead:
         """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
-        from ermoe.brain.build import age_head
+        from ermoe.brain.learning import age_head
 
         return age_head(self, ages)
 
     def build(self, head: AgeHead) -> nn.Module:
         """The network before training; its weights are a function of the seed."""
-        from ermoe.brain.build import build
+        from ermoe.brain.learning import build
 
         return build(self, head)
 
@@ -216,7 +216,7 @@ def small(method: Method) -> Recipe:
 
     Run: ``ermoe brain train BIDS``. Few and small steps, from the usual age: with so few people, a network that goes
     further learns them by heart. The head reads the mean of the cubes, which learns within far fewer steps than a class
-    token. What was tried: docs/brain-age.md.
+    token. What other settings gave: docs/brain-age.md.
     """
     return Recipe(
         method,

@@ -7,7 +7,7 @@ which number of a segmentation stands for which tissue: only ever what a table s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -150,23 +150,19 @@ def _belongs(entities: dict[str, str], own: dict[str, str]) -> bool:
 def lookup_table(image: Path, stop_at: Path) -> Path | None:
     """The TSV that explains a dseg, by BIDS's principle of inheritance: nearest folder first, plainest name last."""
     name = Name.parsed(image)
-    for folder in _upwards(image.parent, stop_at):
+    for folder in image.parents:
         seen = (path for path in folder.glob(f"*{name.suffix}.tsv") if not path.name.startswith("."))
-        tables = [path for path in seen if _inherits(Name.parsed(path), name)]
+        parsed = ((Name.parsed(path), path) for path in seen)
+        tables = [
+            (len(general.entities), path.name, path)
+            for general, path in parsed
+            if general.suffix == name.suffix and general.entities.items() <= name.entities.items()
+        ]
         if tables:
-            return max(tables, key=lambda path: (len(Name.parsed(path).entities), path.name))
+            return max(tables)[-1]
+        if folder == stop_at:
+            break
     return None
-
-
-def _inherits(general: Name, special: Name) -> bool:
-    return general.suffix == special.suffix and general.entities.items() <= special.entities.items()
-
-
-def _upwards(folder: Path, stop_at: Path) -> Iterable[Path]:
-    yield folder
-    while folder != stop_at and folder != folder.parent:
-        folder = folder.parent
-        yield folder
 
 
 Codes = dict[Tissue, tuple[int, ...]]
@@ -181,11 +177,16 @@ _NAMES: dict[str, Tissue] = {
 
 
 def _codes_from_table(path: Path) -> Codes:
-    """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``.
+    """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``; read once for all people.
 
     A name must be the whole tissue. "Left-Cerebral-White-Matter" is one part of FreeSurfer's segmentation, which is
     read as tissue only when it is asked for.
     """
+    return _codes_at(path, path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _codes_at(path: Path, modified_ns: int) -> Codes:
     table = read_table(path)
     if not table.has("index") or not (table.has("name") or table.has("abbreviation")):
         raise UserError(f"{path} needs the columns index and name to say which number is which tissue")
@@ -313,20 +314,10 @@ def segmentation(
         problems.append(Problem("error", subject, path, what, remedy))
         return None
     try:
-        return Segmentation(path, _known_codes(table))
+        return Segmentation(path, _codes_from_table(table))
     except UserError as problem:
         problems.append(Problem("error", subject, path, f"cannot be read as tissue ({problem})"))
         return None
-
-
-@lru_cache
-def _codes_at(table: Path, modified_ns: int) -> Codes:
-    return _codes_from_table(table)
-
-
-def _known_codes(table: Path) -> Codes:
-    """`_codes_from_table`, read once for all the people of a pipeline."""
-    return _codes_at(table, table.stat().st_mtime_ns)
 
 
 def _shows_tissues(path: Path, pipeline: Path) -> bool:
@@ -337,7 +328,7 @@ def _shows_tissues(path: Path, pipeline: Path) -> bool:
         return True
     table = lookup_table(path, pipeline)
     try:
-        return table is not None and bool(_known_codes(table))
+        return table is not None and bool(_codes_from_table(table))
     except UserError:
         return False
 

@@ -5,23 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ermoe.brain.data.bids import (
-    Choice,
-    Name,
-    aseg_codes,
-    choose_t1s,
-    is_bids_root,
-    lookup_table,
-    segmentation,
-    stem,
-    with_derivatives,
-    with_siblings,
-)
+from ermoe.brain.data import bids
 from ermoe.brain.data.people import AgeText, People, described, mismatches, same_person_twice, session_ages
 from ermoe.brain.data.scans import (
     TISSUES,
@@ -30,9 +19,10 @@ from ermoe.brain.data.scans import (
     Problem,
     Scan,
     Segmentation,
+    Sex,
     TissueSource,
 )
-from ermoe.brain.data.tables import SexReader, age_unit_problems, declared_sexes, given, read_table
+from ermoe.brain.data.tables import age_unit_problems, declared_sexes, given, read_table
 from ermoe.data.reading import is_hidden
 from ermoe.errors import UserError
 
@@ -111,7 +101,7 @@ def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions |
 
 
 def _scans_at(path: Path, options: CohortOptions) -> Cohort:
-    if path.is_dir() and is_bids_root(path):
+    if path.is_dir() and bids.is_bids_root(path):
         return _in_bids(path, options)
     if path.is_dir():
         return Cohort.of(scan for scan in _scans_below(path, options) if options.wants(scan.participant_id))
@@ -126,12 +116,12 @@ def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
     """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
     images = (path for path in folder.rglob("*") if path.is_file() and path.name.casefold().endswith(_IMAGES))
     seen = (path for path in images if not is_hidden(path, below=folder))
-    files = sorted(path for path in seen if Name.parsed(path).suffix not in _NOT_A_T1)
+    files = sorted(path for path in seen if bids.Name.parsed(path).suffix not in _NOT_A_T1)
     scans = [_lone_scan(file, options) for file in files]
     occurs = Counter(scan.key for scan in scans)
     return [
         scan
-        if occurs[scan.key] == 1 or "sub" in Name.parsed(scan.t1).entities
+        if occurs[scan.key] == 1 or "sub" in bids.Name.parsed(scan.t1).entities
         else replace(scan, participant_id=(scan.t1.relative_to(folder).parent / scan.participant_id).as_posix())
         for scan in scans
     ]
@@ -139,21 +129,21 @@ def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
 
 def _lone_scan(path: Path, options: CohortOptions) -> Scan:
     """A file on its own; who it is, is read from a BIDS name, else the file name is the id."""
-    entities = Name.parsed(path).entities
+    entities = bids.Name.parsed(path).entities
     if "sub" not in entities:
-        return Scan(stem(path), None, path)
+        return Scan(bids.stem(path), None, path)
     scan = Scan(f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None, path)
     # ROOT/sub-X/[ses-Y/]anat/FILE, also where FILE is a link to somewhere else.
-    root = next((parent for parent in Path(os.path.abspath(path)).parents[2:4] if is_bids_root(parent)), None)
+    root = next((parent for parent in Path(os.path.abspath(path)).parents[2:4] if bids.is_bids_root(parent)), None)
     if root is None:
-        return with_siblings(scan, options.tissue_from)[0]
-    return with_derivatives(scan, root, options.tissue_from)[0]
+        return bids.with_siblings(scan, options.tissue_from)[0]
+    return bids.with_derivatives(scan, root, options.tissue_from)[0]
 
 
 def _in_bids(root: Path, options: CohortOptions) -> Cohort:
     """The cohort of a BIDS root."""
-    choices = [choice for choice in choose_t1s(root, options.t1_rule) if options.wants(choice.participant_id)]
-    taken: dict[str, list[Choice]] = defaultdict(list)
+    choices = [choice for choice in bids.choose_t1s(root, options.t1_rule) if options.wants(choice.participant_id)]
+    taken: dict[str, list[bids.Choice]] = defaultdict(list)
     for choice in choices:
         if choice.t1 is not None:
             taken[choice.participant_id].append(choice)
@@ -169,18 +159,18 @@ def _in_bids(root: Path, options: CohortOptions) -> Cohort:
         problems += mismatches(people, [choice.participant_id for choice in choices])
     else:
         problems.append(Problem("error", None, table, "is not there or has no rows", "ages come from it"))
-    reader = SexReader(declared_sexes(root / "participants.json") | dict(options.sex_coding))
+    sexes = declared_sexes(root / "participants.json") | dict(options.sex_coding)
     scans: list[Scan] = []
     for used in taken.values():
-        scans += _scans_of_person(root, used, people, reader, options, problems)
+        scans += _scans_of_person(root, used, people, sexes, options, problems)
     return Cohort.of(scans, _notes(choices, options), filter(options.concerns, problems))
 
 
 def _scans_of_person(
     root: Path,
-    choices: Sequence[Choice],
+    choices: Sequence[bids.Choice],
     people: People,
-    reader: SexReader,
+    sexes: Mapping[str, Sex],
     options: CohortOptions,
     problems: list[Problem],
 ) -> list[Scan]:
@@ -201,16 +191,16 @@ def _scans_of_person(
         assert choice.t1 is not None
         row = people.row(person, choice.session_id)
         bare = Scan(person, choice.session_id, choice.t1)
-        scan, doubts = described(bare, row or {}, people.path, reader, age=ages[choice.session_id])
+        scan, doubts = described(bare, row or {}, people.path, sexes, age=ages[choice.session_id])
         # A missing row or an age that several sessions share has been reported already.
         problems += [doubt for doubt in doubts if row is not None and not (unclear and doubt.severity == "warning")]
-        scan, faults = with_derivatives(scan, root, options.tissue_from)
+        scan, faults = bids.with_derivatives(scan, root, options.tissue_from)
         problems += faults
         scans.append(scan)
     return scans
 
 
-def _notes(choices: Sequence[Choice], options: CohortOptions) -> list[str]:
+def _notes(choices: Sequence[bids.Choice], options: CohortOptions) -> list[str]:
     notes = []
     several = [(choice.t1, choice.passed_over[0]) for choice in choices if choice.passed_over and choice.t1]
     if several:
@@ -248,7 +238,7 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
     people = People.listed_in(table)
     problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
     problems += age_unit_problems(path.with_suffix(".json"))
-    reader = SexReader(declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding))
+    sexes = declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding)
     scans: list[Scan] = []
     for (participant_id, session_id), row in people.rows.items():
         if not options.wants(participant_id):
@@ -258,7 +248,7 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
         if named[column] is None:
             problems.append(Problem("error", bare.key, path, "names no T1 scan", "delete the row or fill the cell"))
             continue
-        scan, doubts = described(bare, row, path, reader, age=AgeText(given(row.get("age")), path))
+        scan, doubts = described(bare, row, path, sexes, age=AgeText(given(row.get("age")), path))
         further = {name: text for name, text in scan.columns.items() if name not in named}
         tissue = _tissue_in_row(named, path.parent, scan.key, options, problems)
         scans.append(replace(scan, columns=further, tissue=tissue))
@@ -280,7 +270,7 @@ def _tissue_in_row(
     if options.tissue_from == "none":
         return None
     if options.tissue_from == "aseg":
-        return None if named["aseg"] is None else Segmentation(named["aseg"], aseg_codes(), same_grid=False)
+        return None if named["aseg"] is None else Segmentation(named["aseg"], bids.aseg_codes(), same_grid=False)
     maps = {tissue: path for tissue in TISSUES if (path := named[tissue]) is not None}
     if len(maps) == len(TISSUES) and options.tissue_from != "dseg":
         return ProbabilityMaps(maps)
@@ -289,11 +279,11 @@ def _tissue_in_row(
         return None
     beside = (place / "dseg.tsv" for place in (dseg.parent, folder))
     table = (
-        lookup_table(dseg, dseg.parent)
-        or lookup_table(folder / dseg.name, folder)
+        bids.lookup_table(dseg, dseg.parent)
+        or bids.lookup_table(folder / dseg.name, folder)
         or next((path for path in beside if path.is_file()), None)
     )
-    return segmentation(dseg, table, dseg.parent, subject, problems)
+    return bids.segmentation(dseg, table, dseg.parent, subject, problems)
 
 
 def _one_scan_twice(scans: list[Scan], path: Path) -> list[Problem]:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ermoe.brain.data.scans import Problem, Scan, Severity, Sex, canonical_id, look_alikes, prefixed
-from ermoe.brain.data.tables import AgeError, SexError, SexReader, Table, given, read_age
+from ermoe.brain.data.tables import AgeError, Table, given, read_age, read_sex
 from ermoe.errors import UserError
 
 Key = tuple[str, str | None]
@@ -56,9 +56,6 @@ class People:
         """The row of a session, else the row of the person."""
         return self.rows.get((participant_id, session_id)) or self.rows.get((participant_id, None))
 
-    def has_sessions(self, participant_id: str) -> bool:
-        return any(person == participant_id and session is not None for person, session in self.rows)
-
     @property
     def participant_ids(self) -> list[str]:
         return list(dict.fromkeys(person for person, _ in self.rows))
@@ -99,13 +96,13 @@ def mismatches(people: People, scanned: Sequence[str]) -> list[Problem]:
 
 
 def described(
-    scan: Scan, row: Mapping[str, str], path: Path, reader: SexReader, *, age: AgeText
+    scan: Scan, row: Mapping[str, str], path: Path, sexes: Mapping[str, Sex], *, age: AgeText
 ) -> tuple[Scan, list[Problem]]:
-    """The scan with what its row says; ``age`` is the one that holds for this scan."""
+    """The scan with what its row says; ``sexes`` are codes that were declared, ``age`` holds for this scan."""
     problems: list[Problem] = []
     site = next((given(row[name]) for name in _SITE if name in row and given(row[name])), None)
     further = {name: text for name, text in row.items() if name not in _KNOWN and given(text) is not None}
-    years, sex = _age(age, scan.key, problems), _sex(row, scan.key, path, reader, problems)
+    years, sex = _age(age, scan.key, problems), _sex(row, scan.key, path, sexes, problems)
     return replace(scan, age=years, sex=sex, site=site, columns=further), problems
 
 
@@ -121,16 +118,16 @@ def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
         return None
 
 
-def _sex(row: Mapping[str, str], key: str, path: Path, reader: SexReader, problems: list[Problem]) -> Sex | None:
+def _sex(
+    row: Mapping[str, str], key: str, path: Path, declared: Mapping[str, Sex], problems: list[Problem]
+) -> Sex | None:
     text = given(row.get("sex") or row.get("gender"))
-    if text is None:
-        return None
-    try:
-        return reader(text)
-    except SexError as wrong:
+    sex = None if text is None else read_sex(text, declared)
+    if text is not None and sex is None:
+        what = f"gives the sex {text!r}, whose meaning is not declared"
         remedy = "declare it, for example with --sex-coding 1=M 2=F or with Levels in participants.json"
-        problems.append(Problem("error", key, path, str(wrong), remedy))
-        return None
+        problems.append(Problem("error", key, path, what, remedy))
+    return sex
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,13 @@ class Scan:
         """Participant and session, as in BIDS file names."""
         return "_".join(part for part in (self.participant_id, self.session_id) if part)
 
+    @property
+    def files(self) -> list[Path]:
+        """The T1 and all that belongs to it."""
+        tissue = [self.tissue.path] if isinstance(self.tissue, Segmentation) else []
+        tissue += self.tissue.paths.values() if isinstance(self.tissue, ProbabilityMaps) else []
+        return [path for path in (self.t1, self.mask, self.labels, *tissue) if path is not None]
+
     def unusable(self, what: str, remedy: str, path: Path | None = None) -> ScanError:
         """Why the scan cannot be used; ``path`` is the file to blame if not the T1 is."""
         return ScanError(Problem("error", self.key, path or self.t1, what, remedy))

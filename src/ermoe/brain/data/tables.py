@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ermoe.brain.data.scans import SEX_WORDS, Problem, Sex, plain_code
 from ermoe.errors import UserError
+from ermoe.files import replacing
 
 _MISSING = {"", "n/a", "na", "nan", "none", "null", "."}
 
@@ -49,7 +51,7 @@ def read_table(path: Path) -> Table:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: it needs a header line and one row a person")
-    delimiter = _delimiter(path, lines[0])
+    delimiter = "\t" if path.suffix.casefold() == ".tsv" else max("\t;,", key=lines[0].count)
     header, *body = csv.reader(lines, delimiter=delimiter)
     columns = tuple(name.strip().casefold() for name in header)
     twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -58,10 +60,15 @@ def read_table(path: Path) -> Table:
     return Table(path, columns, tuple(_row(path, columns, number, cells) for number, cells in enumerate(body, start=2)))
 
 
-def _delimiter(path: Path, header: str) -> str:
-    if path.suffix.casefold() == ".tsv":
-        return "\t"
-    return max("\t;,", key=header.count)
+def write_tsv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Writes a TSV."""
+    write_text(path, "".join("\t".join(row) + "\n" for row in (columns, *rows)))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """UTF-8, in one step."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def _row(path: Path, columns: tuple[str, ...], number: int, cells: list[str]) -> dict[str, str]:
@@ -115,28 +122,14 @@ def _other_unit(age: float) -> str:
     return "write the age in years"
 
 
-class SexError(ValueError):
-    """A sex whose code was not declared."""
+def read_sex(text: str, declared: Mapping[str, Sex]) -> Sex | None:
+    """A sex; of a number only if it was declared, because 1 and 2 mean different things to different labs.
 
-
-@dataclass(frozen=True, slots=True)
-class SexReader:
-    """Reads sexes; numbers only if their meaning was declared, because 1 and 2 mean different things to different labs.
-
-    >>> reader = SexReader({"1": "F"})
-    >>> reader("male"), reader("1.0"), reader("O")
-    ('M', 'F', 'other')
+    >>> read_sex("male", {}), read_sex("1.0", {"1": "F"}), read_sex("O", {}), read_sex("2", {"1": "F"})
+    ('M', 'F', 'other', None)
     """
-
-    declared: Mapping[str, Sex] = field(default_factory=dict)
-
-    def __call__(self, text: str) -> Sex:
-        code = plain_code(text)
-        if code in self.declared:
-            return self.declared[code]
-        if code in SEX_WORDS:
-            return SEX_WORDS[code]
-        raise SexError(f"gives the sex {text!r}, whose meaning is not declared")
+    code = plain_code(text)
+    return declared.get(code) or SEX_WORDS.get(code)
 
 
 def declared_sexes(sidecar: Path) -> dict[str, Sex]:

@@ -5,14 +5,12 @@ Letters: X, Y, Z voxels of the atlas, towards right, anterior and superior.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import ndimage
 
 from ermoe.brain.data.nifti import Float, Grid, Image, sample
@@ -20,8 +18,9 @@ from ermoe.brain.data.preprocess import largest_piece
 from ermoe.errors import UserError
 
 SPACING_MM = 2.0
-SHAPE = (91, 109, 91)
-_ORIGIN_MM = (-90.0, -126.0, -72.0)
+AFFINE = np.array([[2.0, 0, 0, -90], [0, 2, 0, -126], [0, 0, 2, -72], [0, 0, 0, 1]])
+"""Voxels to MNI coordinates."""
+_SHAPE = (91, 109, 91)
 _SEED_BOX_MM = ((-45, 45), (-70, 45), (-22, 36))
 _SEED_DEPTH_MM = 18.0
 
@@ -42,11 +41,6 @@ class Atlas:
     """Where cortex gives way to CSF, in [0, 1.25]: along the sulci, more so in front."""
 
     @property
-    def affine(self) -> NDArray[np.float64]:
-        """Voxels to MNI coordinates."""
-        return _affine()
-
-    @property
     def volume_ml(self) -> float:
         """Of everything inside the skull."""
         return float(self.brain_XYZ.sum()) * SPACING_MM**3 / 1000
@@ -57,7 +51,8 @@ def atlas() -> Atlas:
     """Builds the atlas, once a process."""
     white, grey, brain = _maps()
     csf = np.clip(brain - grey - white, 0, 1)
-    x, y, z = _millimetres()
+    edges_mm = (origin + SPACING_MM * np.arange(size) for origin, size in zip(AFFINE[:3, 3], _SHAPE, strict=True))
+    x, y, z = np.meshgrid(*edges_mm, indexing="ij")
     deep = ndimage.distance_transform_edt(brain > 0.5) * SPACING_MM > _SEED_DEPTH_MM
     in_box = deep & (csf > 0.5)
     for axis, (low, high) in zip((x, y, z), _SEED_BOX_MM, strict=True):
@@ -70,7 +65,8 @@ def atlas() -> Atlas:
     sulci = ndimage.gaussian_filter(csf * (distance > 6), 1.0)
     reference = np.percentile(sulci[grey > 0.5], 95)
     atrophy = np.clip(sulci / reference, 0, 1) * (1 + 0.25 * np.tanh((y + 10) / 40))
-    return Atlas(*(np.ascontiguousarray(m, np.float32) for m in (white, grey, brain, distance, away, atrophy)))
+    maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy))
+    return Atlas(*maps)
 
 
 def _maps() -> tuple[Float, Float, Float]:
@@ -78,7 +74,7 @@ def _maps() -> tuple[Float, Float, Float]:
     datasets = _templates()
     white = _resampled(datasets.load_mni152_wm_template(resolution=1))
     grey = _resampled(datasets.load_mni152_gm_template(resolution=1))
-    brain = _resampled(datasets.load_mni152_template(resolution=1), _filled)
+    brain = _resampled(datasets.load_mni152_template(resolution=1), is_filled=True)
     return white, grey, np.maximum(brain, white + grey)
 
 
@@ -90,27 +86,9 @@ def _templates() -> Any:
     return datasets
 
 
-def _resampled(template: Any, change: Callable[[Float], Float] = lambda data: data) -> Float:
-    data = change(np.asarray(template.get_fdata(dtype=np.float32)))
+def _resampled(template: Any, *, is_filled: bool = False) -> Float:
+    """On the atlas' grid; ``is_filled`` for the inside of a stripped template."""
+    data = np.asarray(template.get_fdata(dtype=np.float32))
+    data = ndimage.binary_fill_holes(data > 0).astype(np.float32) if is_filled else data
     image = Image(data, np.asarray(template.affine, np.float64), Path("MNI152"))
-    return np.clip(sample(image, Grid(SHAPE, _affine()), order=1), 0, 1)
-
-
-def _affine() -> NDArray[np.float64]:
-    affine = np.diag([SPACING_MM] * 3 + [1.0])
-    affine[:3, 3] = _ORIGIN_MM
-    return affine
-
-
-def _filled(t1: Float) -> Float:
-    """The inside of the stripped template."""
-    return ndimage.binary_fill_holes(t1 > 0).astype(np.float32)
-
-
-def _millimetres() -> list[NDArray[np.float64]]:
-    return list(
-        np.meshgrid(
-            *(origin + SPACING_MM * np.arange(size) for origin, size in zip(_ORIGIN_MM, SHAPE, strict=True)),
-            indexing="ij",
-        )
-    )
+    return np.clip(sample(image, Grid(_SHAPE, AFFINE), order=1), 0, 1)
