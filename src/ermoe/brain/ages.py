@@ -28,9 +28,8 @@ from torch import Tensor
 from ermoe.errors import UserError
 from ermoe.plain import Json, from_json
 
-LEVEL = 0.9
-"""Of the prediction intervals."""
 POOLED = "pooled"
+_LEVEL = 0.9  # of the prediction intervals
 _LEAST_MASS = 1e-4  # of a bin, so that no age is impossible
 _SMALLEST_SLOPE = 0.2
 _SMALLEST_GROUP = 10
@@ -149,8 +148,8 @@ class AgeBins:
         return (self.low + self.step * (upper_BQ - 1 + share_BQ)).float()
 
     def interval(self, probability_BK: Tensor) -> Tensor:
-        """Lower and upper limits (B, 2) between which `LEVEL` of the probability lies, as much beyond either."""
-        return self.quantiles(probability_BK, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        """Lower and upper limits (B, 2) between which 90 % of the probability lies, as much beyond either."""
+        return self.quantiles(probability_BK, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
 
 
 @dataclass(frozen=True, slots=True)

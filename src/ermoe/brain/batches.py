@@ -30,7 +30,7 @@ from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 
 _LEVELS = 255
-Drawn = tuple[int, int, int]
+_Drawn = tuple[int, int, int]
 """Seed, epoch and index: what a random change is looked up by."""
 
 
@@ -103,7 +103,7 @@ class ScanSet:
         take = self._kept if self.variants else self._made
         return (*take(scan, shown, (self.seed, epoch, index)), _age(scan), region)
 
-    def _made(self, scan: Scan, region: int | None, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    def _made(self, scan: Scan, region: int | None, drawn: _Drawn) -> tuple[Tensor, Tensor]:
         """One tissue alone, or the whole brain, augmented; and its mask."""
         volume = self.cache.volume(scan, with_tissue=region is not None)
         if region is not None:
@@ -113,7 +113,7 @@ class ScanSet:
             t1, mask = augmented(self.augmentation, t1, mask, drawn, self.cache.preprocessing.spacing_mm)
         return single_input(self.kind, t1, mask)
 
-    def _kept(self, scan: Scan, region: int | None, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    def _kept(self, scan: Scan, region: int | None, drawn: _Drawn) -> tuple[Tensor, Tensor]:
         """The same from a file, which is made the first time it is asked for.
 
         Contrast is kept in steps of 1/255, the others in half precision: 2 MB a variant of 96 × 112 × 96 voxels, of
@@ -151,7 +151,7 @@ def _age(scan: Scan) -> float:
 
 
 def augmented(
-    amounts: VolumeAugmentation, t1_XYZ: Tensor, mask_XYZ: Tensor, drawn: Drawn, spacing_mm: float
+    amounts: VolumeAugmentation, t1_XYZ: Tensor, mask_XYZ: Tensor, drawn: _Drawn, spacing_mm: float
 ) -> tuple[Tensor, Tensor]:
     """The volume and its mask, changed: 0 outside the mask, and the mean and deviation inside it as before."""
     # MONAI's transforms draw from generators of their own: each gets a seed of its own from the same lookup.

@@ -22,7 +22,7 @@ from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
 from ermoe.brain.data.scans import CohortOptions, Scan
 from ermoe.brain.data.splits import Splits
-from ermoe.brain.metrics import Figure, Retest, bootstrap, paired_difference, retest
+from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
 from ermoe.errors import UserError
@@ -30,7 +30,6 @@ from ermoe.files import read_json
 from ermoe.plain import Json, from_json
 from ermoe.train.run_folder import read_lines
 
-Array = NDArray[np.float64]
 Estimate = Callable[[Sequence[Scan], Sequence[Scan]], list[float]]
 """(training scans, other scans) → ages of the others."""
 _MOST_LEVELS = 12

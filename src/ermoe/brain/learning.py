@@ -21,7 +21,8 @@ from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
-from ermoe.brain.recipes import WITHOUT_CUBES, Recipe, num_channels, reduction
+from ermoe.brain.model import BrainAgeModel
+from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, Recipe, reduction
 from ermoe.brain.regions import point_prototypes
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
@@ -64,7 +65,7 @@ def build(recipe: Recipe, head: AgeHead) -> nn.Module:
 
 
 def _dense(recipe: Recipe, num_outputs: int) -> nn.Module:
-    common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": num_channels(recipe.input)}
+    common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": CHANNELS[recipe.input]}
     own = recipe.rivals.get(recipe.method, {})
     if recipe.method == "sfcn":
         return SFCN(**common, **own)
@@ -108,13 +109,6 @@ def phantom_scans(recipe: Recipe, archive: Archive, compute: Compute) -> tuple[S
 
     synthesize(root, phantoms.subjects, phantoms.seed, ages=phantoms.ages, spacing_mm=spacing_mm, on_subject=show)
     return open_cohort(root).with_age
-
-
-@torch.no_grad()
-def _answer_with_prior(network: Any, head: AgeHead, age_N: Tensor) -> None:
-    """Sets the last bias to what is known without a scan, and the last weights to zero."""
-    network.head.weight.zero_()
-    network.head.bias.copy_(head.prior(age_N))
 
 
 def learn_phantoms(recipe: Recipe, head: AgeHead, archive: Archive, compute: Compute) -> nn.Module:
@@ -167,17 +161,16 @@ def start(
     One that has learnt nothing yet answers with the ages ``age_N`` it will learn from: what is left to find is how
     people differ from the usual age, and the less it finds, the nearer to that it stays.
     """
-    if init == "random":
-        network = recipe.build(head)
-        _answer_with_prior(network, head, age_N)
-        return network
     if init == "phantom":
         return learn_phantoms(recipe, head, archive, compute)
-    from ermoe.brain.model import BrainAgeModel
-
+    network: Any = recipe.build(head)
+    if init == "random":
+        with torch.no_grad():
+            network.head.weight.zero_()
+            network.head.bias.copy_(head.prior(age_N))
+        return network
     other = BrainAgeModel.load(init)
     if (other.head, other.input, other.preprocessing) != (head, recipe.input, recipe.preprocessing):
         raise UserError(f"{init} reads ages or scans in another way: use the same head, bins, input and grid as it")
-    network = recipe.build(head)
     load_state(network, other.networks[other.fold_without(strangers)].state_dict(), source=init)
     return network

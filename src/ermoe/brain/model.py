@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,9 @@ _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
+_PLAIN = (
+    "head", "input", "preprocessing", "patch_size", "age_range", "mask_sources", "temperature", "facts", "parts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,40 +72,36 @@ class BrainAgeModel:
     temperature: float
     facts: Mapping[str, Any]
 
+    def parts_of(self, participant_id: str) -> dict[str, str]:
+        """A person's part in each fold, by its name; nothing for people who were not in the training set."""
+        parts = self.parts.get(hashed_id(participant_id))
+        return {} if parts is None else dict(zip(self.networks, parts, strict=True))
+
+    def knows(self, participant_id: str) -> bool:
+        """Whether a person was in the training set, in whatever part."""
+        return bool(self.parts_of(participant_id))
+
     def folds_for(self, participant_id: str) -> tuple[list[str], bool]:
         """The folds that may judge a person, and whether the person was seen by some of the others.
 
         Nobody is judged by a network that has learnt from them, unless there is no other.
         """
-        parts = self.parts.get(hashed_id(participant_id))
-        names = list(self.networks)
-        if parts is None:
-            return names, False
-        unseen = [name for name, part in zip(names, parts, strict=True) if part == "test"]
-        return unseen or names, any(part != "test" for part in parts)
-
-    def knows(self, participant_id: str) -> bool:
-        """Whether a person was in the training set, in whatever part."""
-        return hashed_id(participant_id) in self.parts
-
-    def is_tested_by(self, participant_id: str, folds: Iterable[str]) -> bool:
-        """Whether none of these folds has learnt from a person of the training set."""
-        part_of = dict(zip(self.networks, self.parts[hashed_id(participant_id)], strict=True))
-        return all(part_of[fold] == "test" for fold in folds)
+        parts = self.parts_of(participant_id)
+        unseen = [name for name, part in parts.items() if part == "test"]
+        return unseen or list(self.networks), len(unseen) < len(parts)
 
     def fold_without(self, people: Sequence[str]) -> str:
         """The first fold whose network has learnt from none of these people; `UserError` if there is none."""
-        known = {person: parts for person in people if (parts := self.parts.get(hashed_id(person))) is not None}
-        names = list(self.networks)
-        learnt = [[person for person, parts in known.items() if parts[fold] != "test"] for fold in range(len(names))]
-        fewest = min(learnt, key=len)
-        if fewest:
+        known = {person: parts for person in people if (parts := self.parts_of(person))}
+        learnt = {fold: [who for who, parts in known.items() if parts[fold] != "test"] for fold in self.networks}
+        best = min(learnt, key=lambda fold: len(learnt[fold]))
+        if fewest := learnt[best]:
             shown = ", ".join(fewest[:5]) + (", …" if len(fewest) > 5 else "")
             raise UserError(
                 f"every network to start from has learnt from people who are to be held out ({shown}): start from a "
                 "model of other people, or split as it did (same folds and fold seed)"
             )
-        return names[learnt.index([])]
+        return best
 
     @torch.no_grad()
     def outputs(self, volume_BCXYZ: Tensor, mask_BXYZ: Tensor, folds: Sequence[str]) -> Tensor:
@@ -133,17 +132,9 @@ class BrainAgeModel:
             "format": _FORMAT,
             "ermoe_version": __version__,
             "folds": list(self.networks),
-            "head": to_json(self.head),
-            "input": self.input,
-            "preprocessing": to_json(self.preprocessing),
-            "patch_size": self.patch_size,
-            "age_range": list(self.age_range),
-            "mask_sources": list(self.mask_sources),
             "calibration": _stored(self.calibration),
             "calibration_of_fold": {fold: _stored(own) for fold, own in self.calibration_of_fold.items()},
-            "temperature": self.temperature,
-            "facts": dict(self.facts),
-            "parts": {person: list(parts) for person, parts in self.parts.items()},
+            **{name: to_json(getattr(self, name)) for name in _PLAIN},
         }
         write_json(folder / _DESCRIPTION, description)
 
@@ -249,7 +240,7 @@ def predict(
 
     ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead.
     """
-    reader = _Reader(scans, read or partial(prepare, preprocessing=model.preprocessing))
+    reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
     volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
@@ -267,16 +258,10 @@ def predict(
         yield row
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Prepares one scan at a time, in this process or in another: its volume, or why there is none."""
-
-    scans: Sequence[Scan]
-    read: Callable[[Scan], Volume]
-
-    def __call__(self, request: Request) -> Volume | str:
-        scan = self.scans[int(request[1][0])]
-        return _attempt(scan, partial(self.read, scan))
+def _read_one(scans: Sequence[Scan], read: Callable[[Scan], Volume], request: Request) -> Volume | str:
+    """Prepares a scan, in this process or in another: its volume, or why there is none."""
+    scan = scans[int(request[1][0])]
+    return _attempt(scan, partial(read, scan))
 
 
 def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
@@ -322,9 +307,9 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
 def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
     """New people get the line of everybody held out; people of the training set those that never saw their ages."""
     pairs = [(model.calibration, raw)]
-    if model.knows(scan.participant_id):
-        is_tested = model.is_tested_by(scan.participant_id, raw_of_fold)
-        pairs = [(model.calibration_of_fold[fold] if is_tested else None, age) for fold, age in raw_of_fold.items()]
+    if parts := model.parts_of(scan.participant_id):
+        tested = [(fold, age) for fold, age in raw_of_fold.items() if parts[fold] == "test"]
+        pairs = [(model.calibration_of_fold[fold], age) for fold, age in tested]
     lines = [(line, age) for line, age in pairs if line is not None]
     if not lines:
         return {}

@@ -34,18 +34,8 @@ InputKind = Literal["t1", "contrast", "blocks"]
 matter, grey matter and fluid in blocks of voxels and in the whole brain."""
 BLOCK = 4
 """Voxels along the edge of a block."""
-_CHANNELS = {"t1": 1, "contrast": 2, "blocks": 6}
-
-
-def num_channels(kind: str) -> int:
-    """Channels of an input.
-
-    >>> num_channels("contrast")
-    2
-    """
-    if kind not in _CHANNELS:
-        raise UserError(f"input={kind!r}: use one of {', '.join(_CHANNELS)}")
-    return _CHANNELS[kind]
+CHANNELS: dict[str, int] = {"t1": 1, "contrast": 2, "blocks": 6}
+"""Of each input."""
 
 
 def reduction(kind: str) -> int:
@@ -158,7 +148,8 @@ class Recipe:
             raise UserError(f"there is no method {self.method!r}: use one of {', '.join(NETWORKS)}")
         if self.head not in get_args(HeadKind):
             raise UserError(f"there is no head {self.head!r}: use one of {', '.join(get_args(HeadKind))}")
-        num_channels(self.input)
+        if self.input not in CHANNELS:
+            raise UserError(f"input={self.input!r}: use one of {', '.join(CHANNELS)}")
         if self.method in WITHOUT_CUBES and self.input == "blocks":
             raise UserError(f"{self.method} needs every voxel: use input 'contrast' or 't1'")
         if self.patch_size < 1 or self.patch_size % reduction(self.input):

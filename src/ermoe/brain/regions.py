@@ -26,7 +26,7 @@ from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
 
 NUM_REGIONS = len(TISSUES)
-_SHARPNESS = 0.1
+_RECOGNITION_TEMPERATURE = 0.1
 
 
 def expert_name(expert: int) -> str:
@@ -98,7 +98,7 @@ def _recognition_loss(
         score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)
     else:
         score_TE = score(x_GSD[cube_GS], None if context_GSD is None else context_GSD[cube_GS], basis_EDR)
-    return nn.functional.cross_entropy(score_TE / _SHARPNESS, own_GS[cube_GS])
+    return nn.functional.cross_entropy(score_TE / _RECOGNITION_TEMPERATURE, own_GS[cube_GS])
 
 
 class ProbedEstimation(Estimation):

@@ -18,10 +18,10 @@ from torch import Tensor
 from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, fit_temperature
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.splits import Splits
+from ermoe.brain.metrics import Array
 from ermoe.errors import UserError
 from ermoe.files import replacing
 
-Array = NDArray[np.float64]
 _CALIBRATION_FITS = ("held-out", "train")
 _Basis = Sequence[tuple[int, NDArray[np.int64]]]
 """Whose predictions may be used to correct others: folds, and rows of the scans they judged."""

@@ -25,7 +25,7 @@ from ermoe.errors import UserError
 Double = NDArray[np.float64]
 Float = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Finding = tuple[Severity, str, str]
+_Finding = tuple[Severity, str, str]
 """How bad it is, what is wrong, and what to do about it."""
 
 _BROKEN = (EOFError, OSError, zlib.error, ValueError)
@@ -63,7 +63,7 @@ def read_image(path: Path, subject: str, *, is_label: bool = False) -> Image:
 def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[Image | None, list[Problem]]:
     """The image if it can be read at all, and everything that is wrong with it."""
 
-    def problems(findings: Iterator[Finding]) -> list[Problem]:
+    def problems(findings: Iterator[_Finding]) -> list[Problem]:
         return [Problem(severity, subject, path, what, remedy) for severity, what, remedy in findings]
 
     try:
@@ -100,8 +100,9 @@ def _open(path: Path, subject: str) -> Any:
 
 def _read(stored: Any, path: Path, subject: str) -> Image:
     """The voxels in RAS order. Taking a volume of four axes and turning axes read voxels too, so both may fail here."""
+    nibabel = _library()
     try:
-        canonical = _library().as_closest_canonical(_three_axes(stored))
+        canonical = nibabel.as_closest_canonical(nibabel.squeeze_image(stored))
         data_XYZ = np.ascontiguousarray(canonical.get_fdata(dtype=np.float32, caching="unchanged"))
         return Image(data_XYZ, canonical.affine.astype(np.float64), path)
     except _BROKEN as problem:
@@ -114,12 +115,7 @@ def _short(problem: BaseException) -> str:
     return str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
 
 
-def _three_axes(image: Any) -> Any:
-    """Without trailing axes of length 1."""
-    return image if len(image.shape) == 3 else image.slicer[(slice(None),) * 3 + (0,) * (len(image.shape) - 3)]
-
-
-def _about_shape(image: Any) -> Iterator[Finding]:
+def _about_shape(image: Any) -> Iterator[_Finding]:
     shape = tuple(int(size) for size in image.shape)
     if len(shape) < 3 or any(size != 1 for size in shape[3:]):
         size = " × ".join(map(str, shape))
@@ -130,7 +126,7 @@ def _about_shape(image: Any) -> Iterator[Finding]:
         yield "error", "holds colours or complex numbers", "store it as real numbers"
 
 
-def _about_values(data_XYZ: Float, is_label: bool) -> Iterator[Finding]:
+def _about_values(data_XYZ: Float, is_label: bool) -> Iterator[_Finding]:
     wrong = data_XYZ.size - int(np.count_nonzero(np.isfinite(data_XYZ)))
     if wrong:
         remedy = "replace them, by 0 if they are outside the head"
@@ -139,7 +135,7 @@ def _about_values(data_XYZ: Float, is_label: bool) -> Iterator[Finding]:
         yield "error", f"is {data_XYZ.min():g} everywhere", "use a scan that shows something"
 
 
-def _about_place(image: Any) -> Iterator[Finding]:
+def _about_place(image: Any) -> Iterator[_Finding]:
     """Everything that is wrong with the place of an image in the world."""
     affine = np.asarray(image.affine, np.float64)
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
@@ -172,7 +168,7 @@ def _shear_degrees(affine: Double) -> float:
     return float(np.degrees(np.arcsin(min(1.0, max(cosines)))))
 
 
-def _about_forms(image: Any) -> Iterator[Finding]:
+def _about_forms(image: Any) -> Iterator[_Finding]:
     """NIfTI has room for two affines; which of them holds is convention, so they should not contradict each other."""
     if not hasattr(image, "get_qform"):
         if isinstance(image, _library().analyze.AnalyzeImage):

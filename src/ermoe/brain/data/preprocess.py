@@ -32,13 +32,13 @@ Bool = NDArray[np.bool_]
 _ORDER = {"linear": 1, "cubic": 3}
 # Not exactly ½: a grid that falls halfway between voxels would leave the surface of the brain to rounding.
 _INSIDE = 0.4999
-_LOW, _HIGH = 0.5, 99.5
+_PERCENTILES = (0.5, 99.5)
 _BRAIN_ML = (400.0, 2300.0)
 _POSSIBLE_ML = (150.0, 3500.0)
 """Of any mask: a newborn's brain is larger than the first, a whole head than the second."""
 _SMALLEST_BACKGROUND = 0.2
 _ONE_PIECE = 0.95
-_PROBABLE = 0.5
+_DEEPBET_THRESHOLD = 0.5
 _SURFACE_MM, _DEEP_MM = 4.0, 16.0
 _COARSE_MM = 2.0  # finer voxels tell no more, and distances in them take long
 _LEAST_CONTRAST = 0.5
@@ -167,7 +167,7 @@ def _deepbet_mask(t1: Image) -> Bool:
     try:
         with torch.inference_mode():
             probability_XYZ = extraction.run_model(head_XYZ)
-        found_XYZ = extraction.postprocess(probability_XYZ > _PROBABLE)
+        found_XYZ = extraction.postprocess(probability_XYZ > _DEEPBET_THRESHOLD)
     except (AssertionError, RuntimeError):  # what deepbet raises when nothing looks like a brain
         return mask_XYZ
     mask_XYZ[box] = found_XYZ
@@ -256,7 +256,7 @@ def normalise(t1_XYZ: Float, mask_XYZ: Bool, how: Normalisation = "zscore") -> F
             raise ValueError("has a mean intensity of 0 or less inside the brain")
         inside = inside / inside.mean()
     else:
-        low, high = np.percentile(inside, [_LOW, _HIGH])
+        low, high = np.percentile(inside, _PERCENTILES)
         if low == high:
             raise ValueError("shows one and the same intensity in nearly all of the brain")
         inside = np.clip((inside - low) / (high - low), 0, 1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
 from scipy import ndimage
 
 from ermoe.brain.data.cohort import Cohort
@@ -31,11 +32,11 @@ from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Seve
 _COARSE_MM = 3.0
 _USUAL_ML = (700.0, 2200.0)
 _PERMUTATIONS = 999
-_CERTAIN = 0.01
-_WORTH_SAYING = 0.05
-_FEWEST = 10
-_SIX = ndimage.generate_binary_structure(3, 1).astype(np.float32)
-_SIX[1, 1, 1] = 0
+_LARGEST_P = 0.01
+_SMALLEST_GAIN = 0.05
+_FEWEST_SCANS = 10
+_SIX_NEIGHBOURS = ndimage.generate_binary_structure(3, 1).astype(np.float32)
+_SIX_NEIGHBOURS[1, 1, 1] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class Confound:
     @property
     def predicts_age(self) -> bool:
         """Better than the mean by a twentieth, and not by chance."""
-        return self.mae is not None and self.mae < (1 - _WORTH_SAYING) * self.mae_of_mean and self.p_value < _CERTAIN
+        return self.mae is not None and self.mae < (1 - _SMALLEST_GAIN) * self.mae_of_mean and self.p_value < _LARGEST_P
 
 
 def confounds(
     age_N: Double, numbers: Mapping[str, Sequence[float]], labels: Mapping[str, Sequence[str | None]], *, seed: int = 0
 ) -> list[Confound]:
     """One row for every suspect; none if there are too few scans to tell."""
-    if len(age_N) < _FEWEST:
+    if len(age_N) < _FEWEST_SCANS:
         return []
     designs = {name: _line(np.asarray(values, float)) for name, values in numbers.items()}
     designs |= {name: _groups(values) for name, values in labels.items()}
@@ -160,8 +161,7 @@ def examine(
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
-    found = tuple(_suspects(checkups))
-    return Examination(tuple(checkups), tuple(problems), found)
+    return Examination(tuple(checkups), tuple(problems), tuple(_suspects(checkups)))
 
 
 def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
@@ -169,7 +169,10 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):
         return Checkup(scan, None, {}, tuple(problems), None)
-    problems += _resolution(t1, scan)
+    if t1.spacing_mm.max() > _COARSE_MM:
+        size = " × ".join(f"{edge:.2g}" for edge in t1.spacing_mm)
+        what = f"has voxels of {size} mm, too coarse to show the cortex"
+        problems.append(Problem("warning", scan.key, scan.t1, what, "expect a poor prediction"))
     source, mask_XYZ = None, None
     try:
         source, mask_XYZ = _mask(scan, t1)
@@ -192,15 +195,6 @@ def _mask(scan: Scan, t1: Image) -> tuple[str, Bool | None]:
     return source, mask_XYZ
 
 
-def _resolution(t1: Image, scan: Scan) -> list[Problem]:
-    spacing = t1.spacing_mm
-    if spacing.max() <= _COARSE_MM:
-        return []
-    size = " × ".join(f"{edge:.2g}" for edge in spacing)
-    what = f"has voxels of {size} mm, too coarse to show the cortex"
-    return [Problem("warning", scan.key, scan.t1, what, "expect a poor prediction")]
-
-
 def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> list[Problem]:
     problems = []
     path = scan.mask or scan.labels or scan.t1
@@ -216,24 +210,15 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) 
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
         what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
         problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))
-    cut = [
-        side
-        for axis, (low, high) in enumerate((("left", "right"), ("back", "front"), ("", "top")))
-        for side in _touched(mask_XYZ, axis, low, high)
-    ]
-    if cut:
-        what = f"shows a brain that is cut off at the {' and the '.join(cut)}"
-        problems.append(
-            Problem("warning", scan.key, scan.t1, what, "the field of view is too small, or the mask wrong")
-        )
+    x, y, z = bounding_box(mask_XYZ)
+    right, front, top = mask_XYZ.shape  # the brain stem may leave at the bottom
+    touched = {"left": x.start == 0, "right": x.stop == right, "back": y.start == 0, "front": y.stop == front}
+    touched["top"] = z.stop == top
+    if any(touched.values()):
+        cut = " and the ".join(side for side, is_touched in touched.items() if is_touched)
+        remedy = "the field of view is too small, or the mask wrong"
+        problems.append(Problem("warning", scan.key, scan.t1, f"shows a brain that is cut off at the {cut}", remedy))
     return problems
-
-
-def _touched(mask_XYZ: Bool, axis: int, low: str, high: str) -> list[str]:
-    """Sides where the mask meets the end of the volume; the brain stem may leave at the bottom, which has no name."""
-    side = bounding_box(mask_XYZ)[axis]
-    at_low, at_high = side.start == 0, side.stop == mask_XYZ.shape[axis]
-    return [name for name, touched in ((low, at_low), (high, at_high)) if touched and name]
 
 
 def _trimmed(data_XYZ: Float) -> Float:
@@ -294,6 +279,53 @@ def _noise(data_XYZ: Float, mask_XYZ: Bool) -> float:
     bright = mask_XYZ & (data_XYZ > np.percentile(data_XYZ[mask_XYZ], 66))
     inside = ndimage.binary_erosion(bright)
     inside = inside if inside.any() else bright
-    neighbours = ndimage.convolve(data_XYZ, _SIX / 6)
+    neighbours = ndimage.convolve(data_XYZ, _SIX_NEIGHBOURS / 6)
     difference = (data_XYZ - neighbours)[inside]
     return float(1.4826 * np.median(np.abs(difference)) / np.sqrt(7 / 6)) if difference.size else 0.0
+
+
+def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
+    """What `doctor` says: the cohort in a few lines, problems one a line, the confound table, and how much there is."""
+    people = {scan.participant_id for scan in cohort.scans}
+    ages = [scan.age for scan in cohort.scans if scan.age is not None]
+    years = f", {min(ages):.1f} to {max(ages):.1f} years" if ages else ""
+    yield f"{_count(len(cohort.scans), 'scan')} of {_count(len(people), 'person', 'people')}{years}"
+    groups: dict[str, Counter[str]] = {
+        "sex": Counter(scan.sex or "n/a" for scan in cohort.scans),
+        "site": Counter(scan.site or "n/a" for scan in cohort.scans),
+        "brain mask": Counter(checkup.mask_source or "none" for checkup in examination.checkups),
+        "tissue maps": Counter("yes" if scan.tissue else "no" for scan in cohort.scans),
+    }
+    for name, found in groups.items():
+        yield f"{name}: " + ", ".join(f"{key} {number}" for key, number in sorted(found.items()))
+    yield from cohort.notes
+    for problem in (*examination.errors, *examination.warnings):
+        yield f"{problem.severity}: {problem}"
+    yield from _confounds_in_words(examination.confounds)
+    numbers = (len(found) for found in (examination.errors, examination.warnings, examination.confounded_by))
+    yield ", ".join(map(_count, numbers, ("error", "warning", "confound")))
+
+
+def _confounds_in_words(found: Sequence[Confound]) -> Iterator[str | Table]:
+    if not found:
+        return
+    mean = found[0].mae_of_mean
+    table = Table("this alone", "MAE of age", "gain", "p", title="What predicts age without a look at the brain")
+    table.add_row("nothing (the mean age)", f"{mean:.2f}", "", "")
+    for confound in found:
+        if confound.mae is None:
+            table.add_row(confound.name, "the same for all", "", "")
+        else:
+            gain = f"{1 - confound.mae / mean:+.0%}"
+            table.add_row(confound.name, f"{confound.mae:.2f}", gain, f"{confound.p_value:.3f}")
+    yield table
+    for confound in found:
+        if confound.predicts_age:
+            yield (
+                f"warning: {confound.name} alone predicts age ({confound.mae:.1f} years instead of {mean:.1f}): a "
+                "model can learn it instead of the brain; judge among people who share it and quote this row with it"
+            )
+
+
+def _count(number: int, thing: str, things: str | None = None) -> str:
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

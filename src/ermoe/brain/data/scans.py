@@ -175,10 +175,10 @@ def prefixed(label: str, prefix: str = _PREFIX) -> str:
     return label if label.casefold().startswith(prefix) else prefix + label
 
 
-def sex_coding_from(pairs: Sequence[str]) -> dict[str, Sex]:
+def _sex_coding_from(pairs: Sequence[str]) -> dict[str, Sex]:
     """What ``--sex-coding`` says.
 
-    >>> sex_coding_from(["1=M", "2=F"])
+    >>> _sex_coding_from(["1=M", "2=F"])
     {'1': 'M', '2': 'F'}
     """
     coding: dict[str, Sex] = {}
@@ -199,7 +199,7 @@ def plain_code(code: str) -> str:
 _CODES = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",
     metavar="[CODE=SEX [CODE=SEX ...]]",
-    instance_from_str=sex_coding_from,
+    instance_from_str=_sex_coding_from,
     is_instance=lambda value: isinstance(value, Mapping),
     str_from_instance=lambda coding: [f"{code}={sex}" for code, sex in coding.items()],
 )

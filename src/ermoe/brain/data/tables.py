@@ -134,41 +134,35 @@ def read_sex(text: str, declared: Mapping[str, Sex]) -> Sex | None:
 
 def declared_sexes(sidecar: Path) -> dict[str, Sex]:
     """The sexes among the ``Levels`` of a participants.json; empty without one."""
-    levels = _column(_sidecar(sidecar), "sex").get("Levels", {})
+    levels = _column(sidecar, "sex").get("Levels", {})
     found = {plain_code(code): _described(text) for code, text in levels.items()} if isinstance(levels, dict) else {}
     return {code: sex for code, sex in found.items() if sex is not None}
 
 
 def age_unit_problems(sidecar: Path) -> list[Problem]:
     """An error if the sidecar of a table says that its ages are not in years."""
-    unit = str(_column(_sidecar(sidecar), "age").get("Units", "")).strip()
+    unit = str(_column(sidecar, "age").get("Units", "")).strip()
     if not unit or unit.casefold() in {"y", "yr", "yrs", "year", "years", "a"}:
         return []
     return [Problem("error", None, sidecar, f"says that ages are in {unit}", "write them in years")]
 
 
-def _sidecar(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _column(sidecar: Path, name: str) -> dict[str, Any]:
+    """What a sidecar says of a column; nothing without one."""
+    if not sidecar.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(sidecar.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError) as problem:
-        raise UserError(f"{path} is not JSON ({problem}): mend or delete it") from problem
-    return content if isinstance(content, dict) else {}
-
-
-def _column(sidecar: dict[str, Any], name: str) -> dict[str, Any]:
-    for column, described in sidecar.items():
-        if column.casefold() == name and isinstance(described, dict):
-            return described
-    return {}
+        raise UserError(f"{sidecar} is not JSON ({problem}): mend or delete it") from problem
+    columns = content.items() if isinstance(content, dict) else ()
+    return next((said for column, said in columns if column.casefold() == name and isinstance(said, dict)), {})
 
 
 def _described(level: Any) -> Sex | None:
     """The sex that the text of a level speaks of; a level may be a text or an object with a description."""
     text = " ".join(map(str, level.values())) if isinstance(level, dict) else str(level)
     words = set(re.findall(r"[a-z-]+", text.casefold()))
-    sexes = {SEX_WORDS[word] for word in words if word in SEX_WORDS and len(word) > 1} or {
-        SEX_WORDS[word] for word in words if word in SEX_WORDS
-    }
+    known = [word for word in words if word in SEX_WORDS]
+    sexes = {SEX_WORDS[word] for word in [word for word in known if len(word) > 1] or known}
     return sexes.pop() if len(sexes) == 1 else None

@@ -13,8 +13,8 @@ import numpy as np
 from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, table
 from ermoe.brain.ages import age_residualised_gap
 from ermoe.brain.data.tables import write_text
-from ermoe.brain.evaluation import Array, Evaluation
-from ermoe.brain.metrics import LABELS, Figure, by_group, decade
+from ermoe.brain.evaluation import Evaluation
+from ermoe.brain.metrics import LABELS, Array, Figure, by_group, decade
 from ermoe.brain.reporting import pictures
 from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, model_card, write_table
 from ermoe.brain.reporting.pictures import Album

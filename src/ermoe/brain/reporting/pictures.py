@@ -18,11 +18,10 @@ from ermoe.analysis.page import Markup, figure, svg
 from ermoe.analysis.plots import ACCENT, INK, LINE, MUTED, expert_colours, style
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import TISSUES
-from ermoe.brain.metrics import figures
+from ermoe.brain.metrics import Array, figures
 from ermoe.brain.regions import NUM_REGIONS, expert_name
 from ermoe.files import replacing
 
-Array = NDArray[np.float64]
 _SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
 _SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
 _PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}

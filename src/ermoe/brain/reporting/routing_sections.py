@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from ermoe.analysis.page import Markup, Page, grid, table
@@ -15,6 +14,7 @@ from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.estimation import as_model, in_voxels
 from ermoe.brain.evaluation import Evaluation
+from ermoe.brain.metrics import Array
 from ermoe.brain.recipes import reduction
 from ermoe.brain.regions import expert_name, tissue_score_correlation
 from ermoe.brain.reporting import pictures
@@ -22,7 +22,6 @@ from ermoe.brain.reporting.pictures import Album
 from ermoe.brain.results import mean_of_known
 from ermoe.train.compute import Compute
 
-Array = NDArray[np.float64]
 _MOST_CORRELATED = 20
 """Scans whose cubes are correlated with scores."""
 _AT_ONCE = 16

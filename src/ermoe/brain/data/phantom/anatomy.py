@@ -1,27 +1,38 @@
 """One phantom at one visit: an individual head, its ventricles, its cortex, and the T1 that a scanner makes of them.
 
-Everything is looked up in the atlas from the voxels of the scan, by one map of coordinates: the pose and size of the
-head, the person's own shape, and ventricles that push white matter aside. Ventricles themselves are written where they
-should be, because looking them up across their midline would leave streaks. Sizes are solved for, so a phantom has the
-volumes it was given.
+All phantoms grow from one atlas, the MNI152 tissue maps of nilearn. It is looked up from the voxels of the scan, by one
+map of coordinates: the pose and size of the head, the person's own shape, and ventricles that push white matter aside.
+Ventricles themselves are written where they should be, because looking them up across their midline would leave
+streaks. Sizes are solved for, so a phantom has the volumes it was given.
 
-Letters: X, Y, Z voxels of the scan; x template coordinates in voxels of the atlas.
+Letters: X, Y, Z voxels of the scan or of the atlas, towards right, anterior and superior; x template coordinates in
+voxels of the atlas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial.transform import Rotation
 
-from ermoe.brain.data.nifti import Bool, Double, Float, Grid
-from ermoe.brain.data.phantom.atlas import AFFINE, SPACING_MM, Atlas
+from ermoe.brain.data.nifti import Bool, Double, Float, Grid, Image, sample
 from ermoe.brain.data.phantom.people import Person, Visit
+from ermoe.brain.data.preprocess import largest_piece
 from ermoe.brain.data.scans import Tissue
+from ermoe.errors import UserError
 
+_SPACING_MM = 2.0
+_AFFINE = np.array([[2.0, 0, 0, -90], [0, 2, 0, -126], [0, 0, 2, -72], [0, 0, 0, 1]])
+"""Voxels to MNI coordinates."""
+_SHAPE = (91, 109, 91)
+_SEED_BOX_MM = ((-45, 45), (-70, 45), (-22, 36))
+_SEED_DEPTH_MM = 18.0
 _COARSE_MM = 8.0
 _SHAPE_FIELD_MM = 30.0  # over which the individual shape varies
 _SHAPE_DEVIATION_MM = 2.0
@@ -35,6 +46,75 @@ _BIAS = 0.10
 _BIAS_MM = 60.0
 _LESION_CONTRAST = 0.30
 _LESION_MM = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Atlas:
+    """Maps on the 2 mm grid of MNI152."""
+
+    white_XYZ: Float
+    grey_XYZ: Float
+    brain_XYZ: Float
+    """White, grey and CSF together, in [0, 1]."""
+    ventricle_distance_XYZ: Float
+    """Signed distance to the lateral ventricles in mm, negative inside."""
+    away_3XYZ: Float
+    """Unit vectors that lead away from the ventricles."""
+    atrophy_XYZ: Float
+    """Where cortex gives way to CSF, in [0, 1.25]: along the sulci, more so in front."""
+
+    @property
+    def volume_ml(self) -> float:
+        """Of everything inside the skull."""
+        return float(self.brain_XYZ.sum()) * _SPACING_MM**3 / 1000
+
+
+@lru_cache(maxsize=1)
+def atlas() -> Atlas:
+    """Builds the atlas, once a process."""
+    white, grey, brain = _maps()
+    csf = np.clip(brain - grey - white, 0, 1)
+    edges_mm = (origin + _SPACING_MM * np.arange(size) for origin, size in zip(_AFFINE[:3, 3], _SHAPE, strict=True))
+    x, y, z = np.meshgrid(*edges_mm, indexing="ij")
+    deep = ndimage.distance_transform_edt(brain > 0.5) * _SPACING_MM > _SEED_DEPTH_MM
+    in_box = deep & (csf > 0.5)
+    for axis, (low, high) in zip((x, y, z), _SEED_BOX_MM, strict=True):
+        in_box &= (axis > low) & (axis < high)
+    seed = largest_piece(in_box)
+    distance = ndimage.distance_transform_edt(~seed) - ndimage.distance_transform_edt(seed)
+    distance = ndimage.gaussian_filter(distance * _SPACING_MM, 1.0)
+    slope = np.stack(np.gradient(distance))
+    away = slope / np.maximum(np.linalg.norm(slope, axis=0), 1e-6)
+    sulci = ndimage.gaussian_filter(csf * (distance > 6), 1.0)
+    reference = np.percentile(sulci[grey > 0.5], 95)
+    atrophy = np.clip(sulci / reference, 0, 1) * (1 + 0.25 * np.tanh((y + 10) / 40))
+    maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy))
+    return Atlas(*maps)
+
+
+def _maps() -> tuple[Float, Float, Float]:
+    """White matter, grey matter and everything inside the skull, resampled from 1 to 2 mm."""
+    datasets = _templates()
+    white = _resampled(datasets.load_mni152_wm_template(resolution=1))
+    grey = _resampled(datasets.load_mni152_gm_template(resolution=1))
+    brain = _resampled(datasets.load_mni152_template(resolution=1), is_filled=True)
+    return white, grey, np.maximum(brain, white + grey)
+
+
+def _templates() -> Any:
+    try:
+        from nilearn import datasets
+    except ImportError:
+        raise UserError("phantoms are made from nilearn's templates: pip install 'ermoe[brain]'") from None
+    return datasets
+
+
+def _resampled(template: Any, *, is_filled: bool = False) -> Float:
+    """On the atlas' grid; ``is_filled`` for the inside of a stripped template."""
+    data = np.asarray(template.get_fdata(dtype=np.float32))
+    data = ndimage.binary_fill_holes(data > 0).astype(np.float32) if is_filled else data
+    image = Image(data, np.asarray(template.affine, np.float64), Path("MNI152"))
+    return np.clip(sample(image, Grid(_SHAPE, _AFFINE), order=1), 0, 1)
 
 
 def smooth_field(shape: tuple[int, int, int], spacing_mm: float, width_mm: float, rng: np.random.Generator) -> Float:
@@ -93,13 +173,13 @@ def grow(atlas: Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, i
     # The person's own shape is the same at every visit, so it is drawn on the atlas and looked up like the rest.
     shape_rng = np.random.default_rng([*person.seed, 2])
     for axis in range(3):
-        field = smooth_field(atlas.brain_XYZ.shape, SPACING_MM, _SHAPE_FIELD_MM, shape_rng)
-        x[axis] += _looked_up(field, x) * (_SHAPE_DEVIATION_MM / SPACING_MM)
+        field = smooth_field(atlas.brain_XYZ.shape, _SPACING_MM, _SHAPE_FIELD_MM, shape_rng)
+        x[axis] += _looked_up(field, x) * (_SHAPE_DEVIATION_MM / _SPACING_MM)
     distance = _looked_up(atlas.ventricle_distance_XYZ, x, outside=100.0)
     brain_ml = float(_looked_up(atlas.brain_XYZ, x).sum()) * spacing_mm**3 / 1000
     grown_mm = _ventricle_growth(distance, visit.ventricle_percent / 100 * brain_ml, spacing_mm)
     ventricle = _ventricle(distance, grown_mm)
-    pushed = grown_mm * np.exp(-np.maximum(distance - grown_mm, 0) / _PUSH_MM) / SPACING_MM
+    pushed = grown_mm * np.exp(-np.maximum(distance - grown_mm, 0) / _PUSH_MM) / _SPACING_MM
     near = pushed > 1e-3 if grown_mm > 0 else pushed < -1e-3
     away = np.stack([_looked_up(component, x[:, near]) for component in atlas.away_3XYZ])
     x[:, near] -= pushed[near] * away
@@ -118,9 +198,9 @@ def _template_coordinates(
     size = (person.icv_ml / atlas.volume_ml) ** (1 / 3)
     head = np.eye(4)
     head[:3, :3] = size * Rotation.from_rotvec(np.radians(rng.normal(0, _POSE_DEGREES, 3))).as_matrix()
-    middle = AFFINE[:3, :3] @ ndimage.center_of_mass(atlas.brain_XYZ) + AFFINE[:3, 3]
+    middle = _AFFINE[:3, :3] @ ndimage.center_of_mass(atlas.brain_XYZ) + _AFFINE[:3, 3]
     head[:3, 3] = rng.normal(0, _POSE_MM, 3) - head[:3, :3] @ middle
-    lookup = np.linalg.inv(head @ AFFINE) @ affine
+    lookup = np.linalg.inv(head @ _AFFINE) @ affine
     i, j, k = (np.arange(count, dtype=np.float32) for count in shape)
     columns = lookup.astype(np.float32)
     return np.stack(

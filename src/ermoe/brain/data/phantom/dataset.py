@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe._version import __version__
-from ermoe.brain.data.phantom.anatomy import Anatomy, brain_mask_of, grow, scan_image
-from ermoe.brain.data.phantom.atlas import atlas
+from ermoe.brain.data.phantom.anatomy import Anatomy, atlas, brain_mask_of, grow, scan_image
 from ermoe.brain.data.phantom.people import Person, Visit, draw_person
 from ermoe.brain.data.tables import write_text, write_tsv
 from ermoe.errors import UserError
