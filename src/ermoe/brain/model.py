@@ -77,10 +77,6 @@ class BrainAgeModel:
         parts = self.parts.get(hashed_id(participant_id))
         return {} if parts is None else dict(zip(self.networks, parts, strict=True))
 
-    def knows(self, participant_id: str) -> bool:
-        """Whether a person was in the training set, in whatever part."""
-        return bool(self.parts_of(participant_id))
-
     def folds_for(self, participant_id: str) -> tuple[list[str], bool]:
         """The folds that may judge a person, and whether the person was seen by some of the others.
 

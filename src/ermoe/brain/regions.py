@@ -39,18 +39,15 @@ def expert_name(expert: int) -> str:
 
 
 @contextmanager
-def forced(model: nn.Module, expert_G: Tensor) -> Iterator[list[Routing]]:
-    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``; yields what they did."""
-    layers = _eigen_layers(model)
-    routings: list[Routing] = []
-    for layer in layers.values():
+def forced(model: nn.Module, expert_G: Tensor) -> Iterator[None]:
+    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``."""
+    layers = _eigen_layers(model).values()
+    for layer in layers:
         layer.forced_G = expert_G
-        layer.observers.append(routings.append)
     try:
-        yield routings
+        yield
     finally:
-        for layer in layers.values():
-            layer.observers.remove(routings.append)
+        for layer in layers:
             layer.forced_G = None
 
 
@@ -249,7 +246,8 @@ def tissue_score_correlation(
     for number, (_, (score_SE,), (real_S,)) in enumerate(_scored(model, every_scan(volumes, compute, batch_size=1))):
         shares.append(_cube_shares(volumes, number, patch_size)[real_S])
         scores.append(score_SE[real_S])
-    return _correlation(torch.cat(shares), torch.cat(scores))
+    variable_VN = torch.cat([torch.cat(shares), torch.cat(scores)], dim=1).T
+    return torch.corrcoef(variable_VN)[:NUM_REGIONS, NUM_REGIONS:].nan_to_num(0.0)  # 0 for what never changes
 
 
 def _cube_shares(volumes: ScanSet, index: int, patch_size: int) -> Tensor:
@@ -258,10 +256,3 @@ def _cube_shares(volumes: ScanSet, index: int, patch_size: int) -> Tensor:
     tissue = torch.tensor(volume.tissue_3XYZ).unsqueeze(0).float()
     pooled = nn.functional.avg_pool3d(tissue, patch_size, ceil_mode=True, count_include_pad=True)
     return pooled.flatten(2)[0].T.double()
-
-
-def _correlation(a_NR: Tensor, b_NE: Tensor) -> Tensor:
-    a_NR, b_NE = a_NR - a_NR.mean(0), b_NE - b_NE.mean(0)
-    product_RE = a_NR.T @ b_NE
-    length_RE = a_NR.norm(dim=0).unsqueeze(1) * b_NE.norm(dim=0)
-    return torch.where(length_RE > 1e-12, product_RE / length_RE.clamp_min(1e-12), torch.zeros_like(product_RE))

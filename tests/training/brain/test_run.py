@@ -324,7 +324,7 @@ def test_a_model_can_start_from_another_that_does_not_know_its_test_people(finis
     table.write_text(table.read_text().replace("sub-", "sub-other"))
     later = train(others, tmp_path / "later", folds=2, **options)
     known = open_cohort(cohort_root).scans[0].participant_id
-    assert later.knows(known)
+    assert later.parts_of(known)
     assert later.fold_without(["sub-nobody"]) == "fold-0"
 
 
