@@ -30,7 +30,7 @@ from ermoe.errors import UserError
 from ermoe.files import read_json, write_json
 from ermoe.models.io import load, save
 from ermoe.plain import Json, from_json, to_json
-from ermoe.train.run_folder import model_folder
+from ermoe.train.run_folder import RunFolder
 
 _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
@@ -137,7 +137,8 @@ class BrainAgeModel:
     @classmethod
     def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
-        folder = Path(model_folder(place))
+        run = RunFolder(Path(place))
+        folder = run.final if run.config.is_file() else run.folder
         description = _read(folder / _DESCRIPTION)
         source = str(folder / _DESCRIPTION)
         low, high = description["age_range"]

@@ -357,6 +357,12 @@ def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monke
     assert said in capsys.readouterr().err
 
 
+def test_a_run_that_has_no_model_yet_is_not_finished(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no brain-age model: name a run of `ermoe brain train` that is finished"):
+        BrainAgeModel.load(tmp_path)
+
+
 def test_prediction_waits_for_no_library_it_does_not_use():
     """Each of them takes seconds to import: as long as the whole of one prediction may take."""
     heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}

@@ -195,8 +195,7 @@ def _codes_at(path: Path, modified_ns: int) -> Codes:
         tissue = _tissue_named(row.get("abbreviation", "")) or _tissue_named(row.get("name", ""))
         if tissue is not None:
             codes[tissue].append(_number(path, row["index"]))
-    unnamed = [tissue for tissue in TISSUES if not codes[tissue]]
-    if unnamed:
+    if unnamed := [tissue for tissue in TISSUES if not codes[tissue]]:
         raise UserError(
             f"{path} has no row for {', '.join(unnamed)}: name white matter, grey matter and cerebrospinal fluid in "
             "it; for FreeSurfer's labels use --tissue-from aseg"
