@@ -186,11 +186,11 @@ class AgeRegression:
 AgeHead = AgeBins | AgeRegression
 
 
-def age_head(stored: Json, *, source: str) -> AgeHead:
+def stored_head(stored: Json, *, source: str) -> AgeHead:
     """The head that `ermoe.plain.to_json` wrote.
 
     >>> from ermoe.plain import to_json
-    >>> age_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
+    >>> stored_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
     True
     """
     if stored["kind"] == "regression":

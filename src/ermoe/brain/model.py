@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe._version import __version__
-from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, age_head
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
 from ermoe.brain.inputs import network_input, voxels
@@ -145,7 +145,7 @@ class BrainAgeModel:
         return cls(
             networks={name: load(folder / name, device=device).eval() for name in description["folds"]},
             preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
-            head=age_head(description["head"], source=source),
+            head=stored_head(description["head"], source=source),
             input=description["input"],
             patch_size=description["patch_size"],
             parts={person: tuple(parts) for person, parts in description["parts"].items()},

@@ -117,16 +117,19 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: 
     return drawing
 
 
-def region_scores(probes: Mapping[str, Array]) -> Figure:
-    """Mean scores of isolated tissues for every expert, one panel an epoch: rows are tissues, columns experts."""
+def tissues_by_experts(panels: Mapping[str, Array], highest: float | None = None) -> Figure:
+    """How tissues go with experts, one panel for each (3, E): rows are tissues, columns experts.
+
+    ``highest`` is the value of the deepest colour, by default the largest that is shown.
+    """
     with style():
-        drawing = Figure(figsize=(4.1, 0.75 + 1.15 * len(probes)), layout="constrained")
-        panels = drawing.subplots(len(probes), 1, squeeze=False)[:, 0]
-        highest = max(0.5, *(float(np.abs(score_RE).max()) for score_RE in probes.values()))
-        for axes, (name, score_RE) in zip(panels, probes.items(), strict=True):
-            _draw_matrix(axes, score_RE, highest)
+        drawing = Figure(figsize=(4.1, 0.75 + 1.15 * len(panels)), layout="constrained")
+        every_axes = drawing.subplots(len(panels), 1, squeeze=False)[:, 0]
+        largest = highest or max(0.5, *(float(np.abs(value_RE).max()) for value_RE in panels.values()))
+        for axes, (name, value_RE) in zip(every_axes, panels.items(), strict=True):
+            _draw_matrix(axes, value_RE, largest)
             axes.set_title(name)
-        panels[-1].set_xlabel("expert")
+        every_axes[-1].set_xlabel("expert")
     return drawing
 
 
@@ -145,16 +148,6 @@ def _draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
     axes.set_yticks(range(NUM_REGIONS), list(TISSUES))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def tissue_correlation(value_RE: Array) -> Figure:
-    """Over the cubes of whole scans: how an expert's score goes with the share of a tissue."""
-    with style():
-        drawing = Figure(figsize=(4.1, 1.6), layout="constrained")
-        axes = drawing.subplots()
-        _draw_matrix(axes, value_RE, 1.0)
-        axes.set_xlabel("expert")
-    return drawing
 
 
 def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figure:

@@ -55,11 +55,11 @@ def _regions(page: Page, evaluation: Evaluation, album: Album, compute: Compute)
         ]
         blocks.append(table(["isolated tissue", *probes], rows))
         caption = "Mean plain score over cubes that contain the tissue; offsets play no part. The best is framed."
-        panels.append(album.panel(pictures.region_scores(probes), "region-probe", "Isolated tissues.", caption))
+        panels.append(album.panel(pictures.tissues_by_experts(probes), "region-probe", "Isolated tissues.", caption))
     patch_size = evaluation.model.patch_size
     network, volumes = _of_first_fold(evaluation, _MOST_CORRELATED)
     correlation_RE = tissue_score_correlation(network, volumes, compute, patch_size=patch_size).numpy()
-    drawing = pictures.tissue_correlation(correlation_RE)
+    drawing = pictures.tissues_by_experts({"correlation": correlation_RE}, highest=1.0)
     caption = "Over the cubes of whole held-out scans: share of a tissue in a cube against its score for an expert."
     panels.append(album.panel(drawing, "tissue-correlation", "Whole scans.", caption))
     side_mm = patch_size * evaluation.model.preprocessing.spacing_mm
