@@ -22,7 +22,7 @@ from rich.console import Console
 import ermoe
 from ermoe.data.images import ImagesInMemory
 from ermoe.explore.inspect import Settings, look_into
-from ermoe.explore.inspection_page import inspection_page
+from ermoe.explore.inspection import inspection_page
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.studies.bench.clock import compare, take_turns
 from ermoe.studies.bench.result import Bar, Result, save, show

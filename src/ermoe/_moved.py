@@ -33,11 +33,26 @@ _HOMES = {
         }.items()
         for part in parts
     },
-    "ermoe.analysis.basis_plots": "ermoe.explore.basis_plots",
-    "ermoe.analysis.gallery": "ermoe.explore.gallery",
-    "ermoe.analysis.inspection": "ermoe.explore.inspection",
-    "ermoe.analysis.inspection_page": "ermoe.explore.inspection_page",
-    "ermoe.analysis.patch_viewer": "ermoe.explore.patch_viewer",
+    **{
+        f"ermoe.{old}.{part}": f"ermoe.{home}"
+        for (old, home), parts in {
+            ("analysis", "analysis.pictures"): ("gallery",),
+            ("analysis", "analysis.plots"): ("basis_plots", "curve_plots"),
+            ("analysis", "explore.inspection"): ("inspection", "inspection_page"),
+            ("analysis", "explore.patch_viewer"): ("patch_viewer",),
+            ("bench", "studies.bench.layer"): ("routing", "scaling"),
+            ("bench", "studies.comparison"): ("study", "study_steps"),
+            ("bench", "studies.record"): ("record",),
+            ("paper", "studies.paper.accuracy"): ("ablation", "expert_choice", "few_shot", "imagenet"),
+            ("paper", "studies.paper.brains"): ("brain_age", "brain_scatter", "calibration"),
+            ("paper", "studies.paper.captions"): ("coco", "flickr", "text_tuning"),
+            ("paper", "studies.paper.costs"): ("efficiency", "expert_scaling", "routing_cost"),
+            ("paper", "studies.paper.sweeps"): ("orthogonality", "threshold", "top_k"),
+            ("paper", "studies.paper.tissues"): ("region_routing",),
+            ("paper", "studies.paper.usage"): ("balance", "train_heatmaps"),
+        }.items()
+        for part in parts
+    },
     "ermoe.bench": "ermoe.studies.bench",
     "ermoe.cli.bench": "ermoe.studies.bench_command",
     "ermoe.cli.brain": "ermoe.brain.commands",

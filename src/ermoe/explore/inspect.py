@@ -27,8 +27,7 @@ from ermoe.data.augment import Batch
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images
 from ermoe.errors import UserError
-from ermoe.explore.inspection import AtK, Inspection, short
-from ermoe.explore.inspection_page import inspection_page
+from ermoe.explore.inspection import AtK, Inspection, inspection_page, short
 from ermoe.explore.patch_viewer import Patched
 from ermoe.images.classification import transform_for
 from ermoe.models.io import load

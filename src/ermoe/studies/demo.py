@@ -58,9 +58,8 @@ class Demo:
 
     def __call__(self, console: Console) -> None:
         from ermoe.explore.inspect import inspect
-        from ermoe.studies.comparison import run_comparison
+        from ermoe.studies.comparison import run_comparison, step_times
         from ermoe.studies.image_command import Comparison
-        from ermoe.studies.step_times import step_times
 
         say(console, f"Training {', '.join(MODELS)} on the digits of scikit-learn, {self.epochs} epochs.")
         trained = self.out / f"{self.epochs}-epochs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from scipy.special import stdtrit
@@ -87,3 +88,34 @@ def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
         square**2 / (len(values) - 1) for square, values in zip(squares, (ours, theirs), strict=True)
     )
     return float(stdtrit(freedom, 0.975)) * math.sqrt(sum(squares))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The records of a study, asked by the name of a run and the path to one of its figures.
+
+    >>> runs = Runs([{"name": "a", "figures": {"x": {"y": 1.0}}}, {"name": "a", "figures": {"x": {"y": 2.0}}}])
+    >>> runs.mean("a", "x", "y"), runs.cell("a", "x", "y", style=".1f")
+    (1.5, '1.5 ± 0.7')
+    """
+
+    records: Sequence[Record]
+
+    def of(self, name: str, *path: str) -> list[float]:
+        """One value a seed, as by `figures_of`."""
+        return figures_of(self.records, name, *path)
+
+    def mean(self, name: str, *path: str) -> float:
+        """Their mean."""
+        return mean(self.of(name, *path))
+
+    def cell(self, name: str, *path: str, style: str = ".2%") -> str:
+        """Their mean ± standard deviation."""
+        return cell(self.of(name, *path), style)
+
+    def verdict(
+        self, larger: tuple[str, str], smaller: tuple[str, str], *path: str, what: str, form: str = ".3g"
+    ) -> str:
+        """The sentence on two runs, each given by its name and by what the sentence calls it."""
+        (ours, one), (theirs, other) = larger, smaller
+        return verdict(self.of(ours, *path), self.of(theirs, *path), larger=one, smaller=other, what=what, form=form)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from rich.progress import track
 
 
@@ -23,6 +24,20 @@ class Measurement:
     ratio: float
     ratio_low: float
     ratio_high: float
+
+
+def inferring(work: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    """``work(*arguments)`` without gradients, as a candidate.
+
+    >>> inferring(torch.is_inference_mode_enabled)()
+    True
+    """
+
+    @torch.inference_mode()
+    def run() -> object:
+        return work(*arguments)
+
+    return run
 
 
 def take_turns(

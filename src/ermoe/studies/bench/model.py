@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ermoe.images.presets import recipe
 from ermoe.nn import orthogonality_loss, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.clock import compare, inferring, take_turns
 from ermoe.studies.bench.memory import peak_megabytes
 from ermoe.studies.bench.result import Bar, Result
 
@@ -37,20 +37,10 @@ def vit_b16(name: str) -> nn.Module:
     return replace(chosen, sparsity=sparsity, init="random").build(num_classes=1000).eval()
 
 
-def inference_of(model: nn.Module, images: Tensor) -> Callable[[], object]:
-    """One forward pass over ``images``."""
-
-    def run() -> object:
-        with torch.inference_mode():
-            return model(images)
-
-    return run
-
-
 def build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
     """One model ready to run, for the process that measures its memory."""
     torch.set_num_threads(threads)
-    return inference_of(vit_b16(name), torch.randn(images, 3, 224, 224))
+    return inferring(vit_b16(name), torch.randn(images, 3, 224, 224))
 
 
 def miniature_of_equal_flops() -> nn.Module:
@@ -88,7 +78,7 @@ def run(*, images: int, rounds: int, threads: int) -> Result:
     names = list(_MODELS)
     models = {name: vit_b16(name) for name in names}
     parameters = {name: sum(p.nbytes for p in model.parameters()) / 2**20 for name, model in models.items()}
-    work = {name: inference_of(model, pictures) for name, model in models.items()}
+    work = {name: inferring(model, pictures) for name, model in models.items()}
     inference = "ViT-B/16 at 224 px, inference"
     result.tables[inference] = compare(take_turns(work, rounds=rounds), _DENSE)
     del work, models

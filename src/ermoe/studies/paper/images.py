@@ -24,7 +24,7 @@ from ermoe.images.classification import evaluate, transform_for
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
 from ermoe.models.io import load
-from ermoe.studies.paper.study import Setup, slug
+from ermoe.studies.paper.setup import Setup, slug
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 from ermoe.train.recipe import train
