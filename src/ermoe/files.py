@@ -14,6 +14,8 @@ from typing import Any
 
 from ermoe.errors import UserError
 
+StrPath = str | os.PathLike[str]
+"""What names a file or folder."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
 

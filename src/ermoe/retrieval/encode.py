@@ -16,8 +16,7 @@ from ermoe.data.augmentation import NO_AUGMENTATION, Augmentation
 from ermoe.data.images import Images
 from ermoe.data.order import evaluation_batches
 from ermoe.retrieval.clip.model import CLIP
-from ermoe.retrieval.clip.tokens import tokenise
-from ermoe.retrieval.clip.towers import trim
+from ermoe.retrieval.clip.towers import tokenise, trim
 from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader
 

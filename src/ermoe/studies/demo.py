@@ -74,7 +74,7 @@ class Demo:
         )
         records = run_comparison(asked, console=console)
         console.print(_table(rows(records, step_times(asked), trained / "runs", self.seed)))
-        say(console, noise_note(records[0]["figures"]["top1"]))
+        say(console, _noise_note(records[0]["figures"]["top1"]))
         runs = {name: trained / "runs" / f"{preset}-{self.seed}" for name, preset in MODELS.items()}
         sparse = [str(folder) for name, folder in runs.items() if name != "dense"]
         say(console, f"report: {inspect(sparse, 'digits', self.out, console=console)}")
@@ -99,7 +99,7 @@ def rows(records: list[Record], steps: dict[str, Measurement], runs: Path, seed:
     return made
 
 
-def noise_note(accuracy: float) -> str:
+def _noise_note(accuracy: float) -> str:
     """How large a difference in accuracy has to be before it means something."""
     from ermoe.data.digits import digits
 

@@ -69,16 +69,16 @@ def verdict(
     count = min(len(ours), len(theirs))
     if count < 2:
         return f"{what}: {first} is above {second} by {abs(gap):{form}}; one seed says nothing about noise."
-    margin = welch_margin(ours, theirs)
+    margin = _welch_margin(ours, theirs)
     size = "more than" if abs(gap) > margin else "inside"
     noise = f"{size} the noise of {count} seeds (95 % interval ± {margin:{form}})"
     return f"{what}: {first} is above {second} by {abs(gap):{form}}, {noise}."
 
 
-def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Half of the 95 % interval of the difference of two means, by Welch's t: three seeds know little of their spread.
 
-    >>> round(welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
+    >>> round(_welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
     2.27
     """
     squares = [deviation(values) ** 2 / len(values) for values in (ours, theirs)]

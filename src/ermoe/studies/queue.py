@@ -78,7 +78,7 @@ def _refuse_another(record: Record, job: Job, path: Path, defaults: Mapping[str,
         there[name] = as_json({**defaults[name], **there[name]})
     common = there.keys() & asked.keys()
     changed = differences({name: there[name] for name in common}, {name: asked[name] for name in common})
-    if is_other_data(there.get("data"), asked.get("data")):
+    if _is_other_data(there.get("data"), asked.get("data")):
         changed.append(f"data: {there['data']} there, {asked['data']} asked for")
     if changed:
         raise UserError(
@@ -87,10 +87,14 @@ def _refuse_another(record: Record, job: Job, path: Path, defaults: Mapping[str,
         )
 
 
-def is_other_data(there: str | None, asked: str | None) -> bool:
+def _is_other_data(there: str | None, asked: str | None) -> bool:
     """Whether two paths are of different data: a data set may be moved, but two may have the same name.
 
-    >>> is_other_data("old/cifar-10", "new/cifar-10/"), is_other_data("cifar-10", "cifar-100"), is_other_data(None, "x")
+    >>> (
+    ...     _is_other_data("old/cifar-10", "new/cifar-10/"),
+    ...     _is_other_data("cifar-10", "cifar-100"),
+    ...     _is_other_data(None, "x"),
+    ... )
     (False, True, False)
     """
     if not there or not asked:

@@ -14,8 +14,8 @@ from ermoe.retrieval.clip.model import UNKNOWN_PRETRAINING
 from ermoe.retrieval.evaluation import evaluate, training_images
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.index import build_index, open_index
-from ermoe.retrieval.plots import similarities
 from ermoe.retrieval.presets import recipe
+from ermoe.retrieval.report import similarities
 from ermoe.retrieval.run import train
 from ermoe.train.compute import Compute
 from support import captions as layouts

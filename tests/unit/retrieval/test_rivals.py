@@ -8,7 +8,7 @@ from ermoe.errors import UserError
 from ermoe.nn.rivals.clip_moe import ClipMoE, ClipMoERouter
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.retrieval.clip.model import create_clip
-from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.rivals.clip_moe import (
     clip_moe,
     joint_clusters,

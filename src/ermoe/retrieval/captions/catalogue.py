@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +10,11 @@ import torch
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.data.reading import naming_what_cannot_be_read, read_bytes, read_text
 from ermoe.errors import UserError
-from ermoe.retrieval.captions import coco, tables, webdataset
-from ermoe.retrieval.captions.ids import bytes_id, id_hash, named_id
+from ermoe.files import StrPath
+from ermoe.retrieval.captions import webdataset
+from ermoe.retrieval.captions.files import read_annotations
 from ermoe.retrieval.captions.protocols import Protocol, protocol_of
-from ermoe.retrieval.captions.schema import Annotation, CaptionSet
+from ermoe.retrieval.captions.schema import Annotation, CaptionSet, bytes_id, id_hash, named_id
 
 _BELOW = ("", "annotations", "Flickr8k_text", "karpathy")
 _IMAGES = (
@@ -23,18 +23,11 @@ _IMAGES = (
 )  # fmt: skip
 _FORMATS = {".json", ".token", ".csv", ".tsv"}
 _OWN_NAMES = {"train": ("train", "restval"), "dev": ("val", "dev", "valid", "validation"), "test": ("test",)}
-_LISTS = {
-    split: (f"Flickr_8k.{stem}Images.txt", f"{split}_images.txt", f"{split}.lst")
-    for split, stem in (("train", "train"), ("dev", "dev"), ("test", "test"))
-}
+_LISTS = {split: (f"Flickr_8k.{split}Images.txt", f"{split}_images.txt", f"{split}.lst") for split in _OWN_NAMES}
 
 
 def open_captions(
-    place: str | os.PathLike[str],
-    protocol: str = "custom",
-    split: str = "test",
-    *,
-    images: str | os.PathLike[str] | None = None,
+    place: StrPath, protocol: str = "custom", split: str = "test", *, images: StrPath | None = None
 ) -> CaptionSet:
     """One split of a protocol from the files at ``place``.
 
@@ -47,7 +40,7 @@ def open_captions(
         return _at(Path(place).expanduser(), protocol_of(protocol, split), split, images)
 
 
-def _at(place: Path, chosen: Protocol, split: str, images: str | os.PathLike[str] | None) -> CaptionSet:
+def _at(place: Path, chosen: Protocol, split: str, images: StrPath | None) -> CaptionSet:
     pictures: Images
     if not place.exists():
         raise UserError(f"{place} does not exist: name the folder of a data set, or a caption file")
@@ -66,12 +59,6 @@ def _at(place: Path, chosen: Protocol, split: str, images: str | os.PathLike[str
     )
     unused = _unused(listed, path, chosen)
     return _caption_set(annotations, _ids(root, files), pictures, chosen, split, str(path), unused)
-
-
-def read_annotations(path: Path) -> list[Annotation]:
-    """What a caption file says, whatever its format."""
-    name = path.name.removesuffix(".gz")
-    return coco.read(path) if name.endswith(".json") else tables.read(path)
 
 
 def _caption_set(
@@ -191,7 +178,7 @@ def _unused(listed: list[Annotation], path: Path, protocol: Protocol) -> int:
     return len({own.file for own in listed} - named) if named else 0
 
 
-def _image_folder(annotations: list[Annotation], path: Path, place: Path, given: str | os.PathLike[str] | None) -> Path:
+def _image_folder(annotations: list[Annotation], path: Path, place: Path, given: StrPath | None) -> Path:
     """The folder below which all images are; one that lacks some is an error that says how many."""
     bases = [place, place.parent] if place.name == "annotations" else [place]
     roots = [Path(given)] if given is not None else [base / name for base in bases for name in _IMAGES]

@@ -1,7 +1,7 @@
-"""Caption files of one line a caption: Flickr's token files, and tables separated by commas, bars or tabs.
+"""Caption files: JSON of COCO (2014, 2017), of Karpathy's splits and plain lists, Flickr's token files, and tables.
 
-A table may have a header; its columns are found by their names. Captions may hold the separator: what is left of the
-line belongs to the last column.
+Tables are separated by commas, bars or tabs. They may have a header; columns are found by their names. Captions may
+hold the separator: what is left of the line belongs to the last column.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.reading import read_text
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.schema import Annotation, checked_caption, one_split
+from ermoe.retrieval.captions.schema import Annotation, checked_caption, is_broken
 
 _TOKEN = re.compile(r"^(?P<file>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)$")
 _FILE = ("image", "image_name", "filepath", "file_path", "filename", "file_name", "file", "img", "image_path")
 _CAPTION = ("caption", "comment", "title", "text", "raw", "sentence", "captions")
 _SEPARATORS = ("\t", "|", ",")
 _Line = tuple[int, str]
+_Entry = tuple[str, Any, list[Any], str]
+"""Where it stands, the file, its captions, and its split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +38,105 @@ class _Columns:
     count: int
 
 
-def read(path: Path) -> list[Annotation]:
-    """The images of a token file or a table, in the order in which they first appear."""
+def read_annotations(path: Path) -> list[Annotation]:
+    """The images of a caption file of any format, in the order in which it lists them."""
+    return _read_json(path) if path.name.removesuffix(".gz").endswith(".json") else _read_lines(path)
+
+
+def _joined(entries: Iterable[_Entry]) -> list[Annotation]:
+    """Images in the order in which they first appear; what several entries say of one belongs together."""
+    captions: dict[str, list[str]] = {}
+    splits: dict[str, str] = {}
+    for where, file, texts, split in entries:
+        captions.setdefault(file, []).extend(checked_caption(text, f"{where}, image {file}") for text in texts)
+        if splits.setdefault(file, split) != split:
+            raise UserError(f"{where}: image {file} is in the splits {splits[file]!r} and {split!r}; decide for one")
+    return [Annotation(file, tuple(own), splits[file]) for file, own in captions.items()]
+
+
+def _read_json(path: Path) -> list[Annotation]:
+    content = _json(path)
+    try:
+        if isinstance(content, list):
+            listed = _joined(_plain_list(content, path))
+        elif "annotations" in content:
+            listed = _coco(content, path)
+        elif "images" in content:
+            listed = _karpathy(content, path)
+        else:
+            raise UserError(
+                f"{path} is no caption file: need COCO's {{images, annotations}}, Karpathy's "
+                "{images: [{sentences}]} or a list of {image, caption}"
+            )
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as problem:
+        raise UserError(f"{path}: an entry lacks {problem}; it is no caption file, or a damaged one") from problem
+    return [_checked(own, path) for own in listed]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as problem:
+        raise UserError(
+            f"{path} is no valid JSON (line {problem.lineno}: {problem.msg}): copy or download it again"
+        ) from problem
+    except RecursionError as problem:
+        raise UserError(f"{path} is nested too deeply for a caption file: name another") from problem
+
+
+def _coco(content: dict[str, Any], path: Path) -> list[Annotation]:
+    """Captions in the order of their annotation ids, which is the order that "the first five" means."""
+    captions: dict[int, list[str]] = {image["id"]: [] for image in content["images"]}
+    for entry in sorted(content["annotations"], key=lambda entry: int(entry["id"])):
+        if entry["image_id"] not in captions:
+            raise UserError(f"{path}: annotation {entry['id']} is of image {entry['image_id']}, which is not listed")
+        captions[entry["image_id"]].append(checked_caption(entry["caption"], f"{path}, image {entry['image_id']}"))
+    return [Annotation(image["file_name"], tuple(captions[image["id"]])) for image in content["images"]]
+
+
+def _karpathy(content: dict[str, Any], path: Path) -> list[Annotation]:
+    listed = []
+    for image in content["images"]:
+        name = "/".join(part for part in (image.get("filepath", ""), image["filename"]) if part)
+        captions = [checked_caption(sentence["raw"], f"{path}, image {name}") for sentence in image["sentences"]]
+        listed.append(Annotation(name, tuple(captions), image.get("split", "")))
+    return listed
+
+
+def _plain_list(content: list[Any], path: Path) -> Iterator[_Entry]:
+    """[{image, caption}] with one caption an entry or a list of them."""
+    for entry in content:
+        texts = entry["caption"] if isinstance(entry["caption"], list) else [entry["caption"]]
+        yield str(path), entry["image"], texts, entry.get("split", "")
+
+
+def _checked(own: Annotation, path: Path) -> Annotation:
+    if not isinstance(own.file, str) or is_broken(own.file):
+        raise UserError(f"{path}: the file name of an image is {own.file!r}, not text; mend the file")
+    if not own.captions:
+        raise UserError(f"{path}: image {own.file} has no caption; write one, or remove its entry")
+    return own
+
+
+def _read_lines(path: Path) -> list[Annotation]:
     text = read_text(path).replace("\r\n", "\n").replace("\r", "\n")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: name a caption file")
-    rows = _tokens(lines, path) if _TOKEN.match(lines[0][1]) else _table(lines, path)
-    captions: dict[str, list[str]] = {}
-    splits: dict[str, str] = {}
-    for number, file, caption, split in rows:
-        where = f"{path}, line {number}, image {file}"
-        texts = _several(caption) or [caption]
-        captions.setdefault(file, []).extend(checked_caption(text, where) for text in texts)
-        one_split(splits, file, split, where)
-    return [Annotation(file, tuple(own), splits[file]) for file, own in captions.items()]
+    return _joined(_tokens(lines, path) if _TOKEN.match(lines[0][1]) else _table(lines, path))
 
 
-def _tokens(lines: list[_Line], path: Path) -> Iterator[tuple[int, str, str, str]]:
+def _tokens(lines: list[_Line], path: Path) -> Iterator[_Entry]:
     """NAME.jpg#0<tab>caption."""
     for number, line in lines:
         if (match := _TOKEN.match(line)) is None:
             raise UserError(f"{path}, line {number}: {line[:60]!r} is not NAME#NUMBER<tab>CAPTION; mend that line")
-        yield number, match["file"], match["caption"], ""
+        yield f"{path}, line {number}", match["file"], _texts(match["caption"]), ""
 
 
-def _table(lines: list[_Line], path: Path) -> Iterator[tuple[int, str, str, str]]:
+def _table(lines: list[_Line], path: Path) -> Iterator[_Entry]:
     separator = next((mark for mark in _SEPARATORS if mark in lines[0][1]), None)
     if separator is None:
         raise UserError(f"{path}: its first line has no tab, bar or comma; name a caption file")
@@ -74,7 +150,8 @@ def _table(lines: list[_Line], path: Path) -> Iterator[tuple[int, str, str, str]
                 f"{path}, line {number}: {len(cells)} columns instead of {columns.count}: {line[:60]!r}; mend that line"
             )
         split = "" if columns.split is None else cells[columns.split].strip()
-        yield number, cells[columns.file].strip(), cells[columns.caption].strip(), split
+        where = f"{path}, line {number}"
+        yield where, cells[columns.file].strip(), _texts(cells[columns.caption].strip()), split
 
 
 def _cells(line: str, separator: str, where: str) -> list[str]:
@@ -105,11 +182,11 @@ def _columns(header: list[str], path: Path) -> tuple[_Columns, bool]:
     return _Columns(file, caption, names.index("split") if "split" in names else None, len(names)), True
 
 
-def _several(cell: str) -> list[str]:
-    """Some tables keep all captions of an image in one cell, as a JSON list."""
+def _texts(cell: str) -> list[str]:
+    """One caption; some tables keep all captions of an image in one cell, as a JSON list."""
     if not cell.startswith('["'):
-        return []
+        return [cell]
     try:
         return list(json.loads(cell))
     except ValueError:
-        return []
+        return [cell]

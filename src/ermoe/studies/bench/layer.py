@@ -26,7 +26,7 @@ _SHARES = {56: 0.10, 32: 0.06}  # by routing rank, of the layer's time that its 
 _COLUMNS = 448  # E · r stays at 8 · 56
 
 
-def forward_of(layer: nn.Module, shape: Shape) -> Callable[[], object]:
+def _forward_of(layer: nn.Module, shape: Shape) -> Callable[[], object]:
     """Inference on the benchmark's tokens."""
     return inferring(layer.eval(), *tokens(shape))
 
@@ -51,7 +51,7 @@ def build_work(name: str, shape: Shape, routing: str, backward: bool, threads: i
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     layer = build(name, shape, routing)
-    return step_of(layer, shape) if backward else forward_of(layer, shape)
+    return step_of(layer, shape) if backward else _forward_of(layer, shape)
 
 
 def beside_peers(shape: Shape, *, rounds: int, threads: list[int], routings: list[str], memory: bool) -> Result:
@@ -60,10 +60,10 @@ def beside_peers(shape: Shape, *, rounds: int, threads: list[int], routings: lis
     for count in threads:
         torch.set_num_threads(count)
         for routing in routings:
-            for pass_name, work_of in (("forward", forward_of), ("forward+backward", step_of)):
+            for pass_name, work_of in (("forward", _forward_of), ("forward+backward", step_of)):
                 torch.manual_seed(0)
                 work = {name: work_of(build(name, shape, routing), shape) for name in available(routing)}
-                seconds = take_turns(work, rounds=rounds if work_of is forward_of else max(3, rounds // 2))
+                seconds = take_turns(work, rounds=rounds if work_of is _forward_of else max(3, rounds // 2))
                 result.tables[f"{pass_name}, {routing}, {count} threads"] = compare(seconds, "floor")
     if memory:
         for name in available():
@@ -164,7 +164,7 @@ def scaling(shape: Shape, *, rounds: int, threads: int) -> Result:
         "rank": {f"R={rank}": (shape, {"rank": rank}) for rank in (128, 256, 504, 768)},
     }
     for sweep, cases in sweeps.items():
-        work = {name: forward_of(eigen_layer(case, **options), case) for name, (case, options) in cases.items()}
+        work = {name: _forward_of(eigen_layer(case, **options), case) for name, (case, options) in cases.items()}
         result.tables[sweep] = compare(take_turns(work, rounds=rounds), next(iter(work)))
     experts = sweeps["experts, E·r fixed"]
     bare = {name: products_of(eigen_layer(case, **options), case) for name, (case, options) in experts.items()}
@@ -189,4 +189,4 @@ def products_of(layer: Any, shape: Shape) -> Callable[[], object]:
 def _build_eigen(shape: Shape, options: dict[str, Any], threads: int) -> Callable[[], object]:
     """One layer ready to run, for the process that measures its memory."""
     torch.set_num_threads(threads)
-    return forward_of(eigen_layer(shape, **options), shape)
+    return _forward_of(eigen_layer(shape, **options), shape)

@@ -29,7 +29,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def vit_b16(name: str) -> nn.Module:
+def _vit_b16(name: str) -> nn.Module:
     """ViT-B/16 with random weights, sparse in every second block unless ``name`` is the dense one."""
     preset, changes = _MODELS[name]
     chosen = recipe(preset)
@@ -37,10 +37,10 @@ def vit_b16(name: str) -> nn.Module:
     return replace(chosen, sparsity=sparsity, init="random").build(num_classes=1000).eval()
 
 
-def build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
+def _build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
     """One model ready to run, for the process that measures its memory."""
     torch.set_num_threads(threads)
-    return inferring(vit_b16(name), torch.randn(images, 3, 224, 224))
+    return inferring(_vit_b16(name), torch.randn(images, 3, 224, 224))
 
 
 def miniature_of_equal_flops() -> nn.Module:
@@ -76,13 +76,13 @@ def run(*, images: int, rounds: int, threads: int) -> Result:
     result = Result("model", {"images": images, "rounds": rounds, "threads": threads}, reference="first row")
     pictures = torch.randn(images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     names = list(_MODELS)
-    models = {name: vit_b16(name) for name in names}
+    models = {name: _vit_b16(name) for name in names}
     parameters = {name: sum(p.nbytes for p in model.parameters()) / 2**20 for name, model in models.items()}
     work = {name: inferring(model, pictures) for name, model in models.items()}
     inference = "ViT-B/16 at 224 px, inference"
     result.tables[inference] = compare(take_turns(work, rounds=rounds), _DENSE)
     del work, models
-    beyond = {name: peak_megabytes(build_inference, name, images, threads) for name in names}
+    beyond = {name: peak_megabytes(_build_inference, name, images, threads) for name in names}
     result.figures |= {f"parameters MB, {name}": parameters[name] for name in names}
     result.figures |= {f"peak memory MB beyond parameters, {name}": beyond[name] for name in names}
 

@@ -33,7 +33,7 @@ _TABLE_2 = {  # CIFAR-10, CIFAR-100, Tiny-ImageNet, each with 5 and 10 shots
     OFFSETS: "–",
 }
 _SUPPLEMENT_13 = {"expert-choice": "78.95", PAPER_RULE: "88.03", OFFSETS: "–"}
-SHOTS = (5, 10)
+_SHOTS = (5, 10)
 
 
 def train(setup: Setup, method: str, seed: int) -> dict[str, float]:
@@ -99,7 +99,7 @@ def _probed(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     return probes(images.trained(setup, Variant(method, method), seed, first).model, second, seed)
 
 
-def probes(model: nn.Module, data: LabelledImages, seed: int, shots: Sequence[int] = SHOTS) -> dict[str, Any]:
+def probes(model: nn.Module, data: LabelledImages, seed: int, shots: Sequence[int] = _SHOTS) -> dict[str, Any]:
     """Accuracy by reading and number of shots, with half of its 95 % interval over five draws."""
     given = features(model, data.train, data.test)
     found: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def probes(model: nn.Module, data: LabelledImages, seed: int, shots: Sequence[in
 def few_shot(runs: Runs) -> Findings:
     """A row for each method, in both readings of "shot"."""
     words = {"images": "images a class", "epochs": "epochs"}
-    titles = {f"{reading}-{n}": f"{n} {words[reading]}" for reading in READINGS for n in SHOTS}
+    titles = {f"{reading}-{n}": f"{n} {words[reading]}" for reading in READINGS for n in _SHOTS}
     header = ["method", "paper (5/10: CIFAR-10, CIFAR-100, Tiny-ImageNet)", *titles.values()]
     rows = [[LABELS[m], paper, *(runs.cell(m, key, "mean") for key in titles)] for m, paper in _TABLE_2.items()]
     sentences = [

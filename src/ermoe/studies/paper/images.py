@@ -5,7 +5,6 @@ Letters: N images.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from ermoe.data.augment import Batch, in_memory
 from ermoe.data.catalogue import open_images
 from ermoe.data.images import Images, ImagesInMemory, some_of
 from ermoe.errors import UserError
+from ermoe.files import StrPath
 from ermoe.images.classification import evaluate, transform_for
 from ermoe.images.labelled import LabelledImages
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
@@ -199,7 +199,7 @@ def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
     return Prepared(**{name: getattr(chosen, name) for name in Recipe.__slots__})
 
 
-def loaded(folder: str | os.PathLike[str], variant: Variant, device: torch.device | str = "cpu") -> nn.Module:
+def loaded(folder: StrPath, variant: Variant, device: torch.device | str = "cpu") -> nn.Module:
     """A saved model of a variant, ready for evaluation."""
     model = load(folder, device=device)
     if variant.prepare is not None:

@@ -17,7 +17,7 @@ from ermoe.studies.paper.study import Findings, every, study
 from ermoe.studies.record import Record
 from ermoe.train.run_folder import RunFolder, read_lines
 
-TISSUES = ("wm", "gm", "csf")
+_TISSUES = ("wm", "gm", "csf")
 _TABLE_6 = {
     "wm": ("free_expert1 0.21, free_expert3 0.13", "wm_expert 0.87, free_expert1 0.21"),
     "gm": ("free_expert0 0.15, free_expert1 0.13", "gm_expert 0.79, wm_expert 0.54"),
@@ -61,7 +61,7 @@ def region_routing(runs: Runs) -> Findings:
     """The two best experts of every tissue, early and late."""
     header = ["tissue", "paper: epoch 1", "first probe", "paper: epoch 300", "last probe"]
     rows = []
-    for tissue in TISSUES:
+    for tissue in _TISSUES:
         cells = []
         for when, quoted in zip(("first", "last"), _TABLE_6[tissue], strict=True):
             best = list(_scores(runs.records, when, tissue).items())[:2]
@@ -78,7 +78,7 @@ def region_routing(runs: Runs) -> Findings:
 
 def _own_first(records: Sequence[Record], when: str) -> int:
     """How many tissues score highest with their own expert."""
-    return sum(next(iter(_scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in TISSUES)
+    return sum(next(iter(_scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in _TISSUES)
 
 
 def _maps(records: Sequence[Record]) -> Figure:
@@ -87,12 +87,12 @@ def _maps(records: Sequence[Record]) -> Figure:
         drawing = Figure(figsize=(2.9 * len(moments), 2.2), layout="constrained")
         for axes, when in zip(np.atleast_1d(drawing.subplots(1, len(moments))), moments, strict=True):
             names = sorted(_scores(records, when, "wm"), key=_position)
-            table = [[_scores(records, when, tissue)[name] for name in names] for tissue in TISSUES]
+            table = [[_scores(records, when, tissue)[name] for name in names] for tissue in _TISSUES]
             axes.imshow(table, cmap=plots.HEAT, vmin=0, vmax=1, aspect="auto")
             axes.set_xticks(
                 range(len(names)), [name.replace("_expert", " ") for name in names], rotation=90, fontsize=7
             )
-            axes.set_yticks(range(3), TISSUES)
+            axes.set_yticks(range(3), _TISSUES)
             axes.set_title(f"{when} probe")
             for (row, column), value in np.ndenumerate(np.array(table)):
                 colour = "#ffffff" if value > 0.55 else plots.INK
@@ -103,4 +103,4 @@ def _maps(records: Sequence[Record]) -> Figure:
 def _position(name: str) -> tuple[int, str]:
     """Tissues in their order, then free experts."""
     tissue = name.removesuffix("_expert")
-    return TISSUES.index(tissue) if tissue in TISSUES else len(TISSUES), name
+    return _TISSUES.index(tissue) if tissue in _TISSUES else len(_TISSUES), name

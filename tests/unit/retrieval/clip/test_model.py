@@ -12,8 +12,7 @@ from ermoe.errors import UserError
 from ermoe.models.sparse_block import SparseBlock
 from ermoe.retrieval.clip.model import CLIP, create_clip
 from ermoe.retrieval.clip.registry import register_with_open_clip
-from ermoe.retrieval.clip.tokens import END, tokenise
-from ermoe.retrieval.clip.towers import trim
+from ermoe.retrieval.clip.towers import END, tokenise, trim
 from ermoe.retrieval.text_shape import TextShape
 
 TEXT = TextShape(context_length=12, width=32, heads=2, layers=2)

@@ -12,7 +12,7 @@ from transformers import CLIPConfig, CLIPModel
 from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
 from ermoe.retrieval.clip.model import create_clip
-from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.clip.weights import load_clip_weights, to_open_clip
 from ermoe.retrieval.text_shape import TextShape
 
