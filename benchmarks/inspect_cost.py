@@ -24,7 +24,7 @@ from ermoe.data.images import ImagesInMemory
 from ermoe.explore.inspect import Settings, look_into
 from ermoe.explore.inspection import inspection_page
 from ermoe.images.classification import evaluate, transform_for
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.bench.result import Bar, Result, save, show
 from ermoe.train.loader import Loader
 

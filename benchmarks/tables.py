@@ -19,8 +19,8 @@ import upcycle_cifar10
 
 from ermoe.files import replacing
 from ermoe.studies import comparison
-from ermoe.studies.bench.clock import Measurement
 from ermoe.studies.bench.layer import PARTS
+from ermoe.studies.bench.measure import Measurement
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.catalogue import ENTRIES, find
 from ermoe.studies.record import RECORDS, Record, read_records

@@ -36,11 +36,12 @@ _HOMES = {
     **{
         f"ermoe.{old}.{part}": f"ermoe.{home}"
         for (old, home), parts in {
-            ("analysis", "analysis.pictures"): ("gallery",),
+            ("analysis", "analysis.report"): ("gallery",),
             ("analysis", "analysis.plots"): ("basis_plots", "curve_plots"),
             ("analysis", "explore.inspection"): ("inspection", "inspection_page"),
-            ("analysis", "explore.patch_viewer"): ("patch_viewer",),
+            ("analysis", "explore.patches"): ("patch_viewer", "patches"),
             ("bench", "studies.bench.layer"): ("routing", "scaling"),
+            ("bench", "studies.bench.measure"): ("clock", "memory"),
             ("bench", "studies.comparison"): ("study", "study_steps"),
             ("bench", "studies.record"): ("record",),
             ("data.captions", "retrieval.captions.files"): ("coco", "tables", "text_files"),
@@ -56,6 +57,7 @@ _HOMES = {
             ("paper", "studies.paper.tissues"): ("region_routing",),
             ("paper", "studies.paper.usage"): ("balance", "train_heatmaps"),
             ("tasks.retrieval", "retrieval.contrastive"): ("losses", "objectives"),
+            ("tasks.retrieval", "retrieval.encode"): ("classify",),
             ("tasks.retrieval", "retrieval.figures"): ("ranking",),
             ("tasks.retrieval", "retrieval.report"): ("plots",),
         }.items()

@@ -173,7 +173,6 @@ class Scale:
     percent: bool = False
     whole_x: bool = False
     log_x: bool = False
-    log_y: bool = False
     from_zero: bool = True
     at: Mapping[str, float] = field(default_factory=dict)  # vertical lines, by what they mean
 
@@ -182,38 +181,25 @@ def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> 
     """All lines in one picture, with a legend where there is more than one."""
     with style():
         drawing = Figure(figsize=(4.1, 2.9), layout="constrained")
-        _draw_curves(drawing.subplots(), lines, colours, scale)
+        axes = drawing.subplots()
+        for (name, line), colour in zip(lines.items(), colours, strict=True):
+            look: dict[str, Any] = {"color": colour, "linewidth": 1.6, "markersize": 3.5, "label": name}
+            look["marker"] = "o" if line.marked else None
+            look["linestyle"] = (0, (4, 3)) if line.dashed else "-"
+            if line.error is None:
+                axes.plot(line.x, line.y, **look)
+            else:
+                axes.errorbar(line.x, line.y, line.error, capsize=2, **look)
+        for meaning, place in scale.at.items():
+            axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            axes.annotate(meaning, (place, 1), (4, -2), fontsize=8.5, bbox=paper, **where)
+        _scale(axes, scale)
+        if len(lines) > 1:
+            columns = 1 if len(lines) <= _MOST_NAMED else 2
+            axes.legend(handlelength=1.4, ncols=columns, fontsize=8 if columns == 1 else 7)
     return drawing
-
-
-def _draw_curves(axes: Axes, lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> None:
-    """The same on given axes."""
-    for (name, line), colour in zip(lines.items(), colours, strict=True):
-        look: dict[str, Any] = {
-            "color": colour,
-            "linewidth": 1.6,
-            "marker": "o" if line.marked else None,
-            "markersize": 3.5,
-        }
-        look["linestyle"] = (0, (4, 3)) if line.dashed else "-"
-        if line.error is None:
-            axes.plot(line.x, line.y, label=name, **look)
-        else:
-            axes.errorbar(line.x, line.y, line.error, label=name, capsize=2, **look)
-    for meaning, place in scale.at.items():
-        axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        text: dict[str, Any] = {
-            "xycoords": ("data", "axes fraction"),
-            "textcoords": "offset points",
-            "va": "top",
-            "fontsize": 8.5,
-            "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-        }
-        axes.annotate(meaning, (place, 1), (4, -2), **text)
-    _scale(axes, scale)
-    if len(lines) > 1:
-        columns = 1 if len(lines) <= _MOST_NAMED else 2
-        axes.legend(handlelength=1.4, ncols=columns, fontsize=8 if columns == 1 else 7)
 
 
 def _scale(axes: Axes, scale: Scale) -> None:
@@ -221,9 +207,7 @@ def _scale(axes: Axes, scale: Scale) -> None:
     axes.set_ylabel(scale.y)
     if scale.log_x:
         axes.set_xscale("log")
-    if scale.log_y:
-        axes.set_yscale("log")
-    elif scale.from_zero:
+    if scale.from_zero:
         axes.set_ylim(bottom=0)
     if scale.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
@@ -240,8 +224,7 @@ def score_ridges(histograms: Mapping[str, tuple[ArrayLike, ArrayLike, float | No
     """
     with style():
         drawing = Figure(figsize=(4.1, 0.8 + 0.52 * max(len(histograms), 3)), layout="constrained")
-        axes = drawing.subplots()
-        _draw_ridges(axes, histograms)
+        _draw_ridges(drawing.subplots(), histograms)
     return drawing
 
 

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from torch import Tensor, nn
 
-from ermoe.analysis.patches import patch_experts, patch_grid
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
 from ermoe.data.catalogue import open_images
@@ -27,7 +26,7 @@ from ermoe.data.images import Images, some_of
 from ermoe.errors import UserError
 from ermoe.explore.commands import Settings
 from ermoe.explore.inspection import AtK, Inspection, inspection_page, short
-from ermoe.explore.patch_viewer import Patched
+from ermoe.explore.patches import Patched, patch_experts, patch_grid
 from ermoe.files import StrPath
 from ermoe.images.classification import transform_for
 from ermoe.models.io import load
@@ -119,14 +118,11 @@ def _pass(
 ) -> Tensor:
     """All logits, (N, C), with a progress bar."""
     model.eval()
-    columns = (TextColumn(name), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    total = math.ceil(len(loader.source) / loader.batch_size)
     parts = []
-    with Progress(*columns, console=console, disable=console is None, transient=True) as progress:
-        bar = progress.add_task(name, total=len(loader.source))
-        for (batch,) in loader.epoch():
-            recorder.labels(batch.label)
-            parts.append(_logits(model, batch.image))
-            progress.advance(bar, len(batch))
+    for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
+        recorder.labels(batch.label)
+        parts.append(_logits(model, batch.image))
     return torch.cat(parts)
 
 

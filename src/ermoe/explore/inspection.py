@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from ermoe.analysis import pictures, plots
+from ermoe.analysis import plots, report
 from ermoe.analysis.page import Markup, Page, grid, heading, table
-from ermoe.analysis.pictures import Plot
 from ermoe.analysis.plots import ACCENT, Curve, Scale
 from ermoe.analysis.recorder import RoutingRecorder
-from ermoe.analysis.report import CLASSES, LOAD, MEASURED, measure_table
+from ermoe.analysis.report import CLASSES, LOAD, MEASURED, Plot, measure_table
 from ermoe.analysis.summary import MEASURES, Summary, over_layers
 from ermoe.analysis.tally import Tally
-from ermoe.explore.patch_viewer import SCRIPT, Patched, viewer
+from ermoe.explore.patches import SCRIPT, Patched, viewer
+from ermoe.nn import MixtureLayer
 
 _COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]
 _OVERVIEW = ["load_cv2", "weight_cv2", "fallback_rate", "spread", "class_information"]
@@ -55,6 +55,10 @@ class Inspection:
         """Totals by layer, by the names that plots use."""
         return {short(name): tally for name, tally in self.recorder.tallies.items()}
 
+    def layers(self) -> dict[str, MixtureLayer]:
+        """The layers themselves, by the same names."""
+        return {short(name): layer for name, layer in self.recorder.layers.items()}
+
     def summary(self) -> Summary:
         """Measures by layer, by the same names."""
         return {short(name): figures for name, figures in self.recorder.summary().items()}
@@ -79,14 +83,13 @@ def inspection_page(
     models: dict[str, Inspection], *, data: str, num_images: int, figures: Path, num_k_images: int = 0
 ) -> Page:
     """The report of one or more models, by name, on the same images; plots are also written to folder ``figures``."""
-    report = _Report(models, figures)
     page = Page(
         "Routing of " + ", ".join(models),
         f"What the experts of {'this model' if len(models) == 1 else 'these models'} did with {num_images:,} images. "
         f"Every plot is also in the folder {figures.name}, under the name below it, as PNG, SVG and CSV.",
         facts={"data": data, "images": f"{num_images:,}"},
     )
-    for title, lead, blocks in report.sections(num_k_images):
+    for title, lead, blocks in _Report(models, figures).sections(num_k_images):
         if blocks:
             page.section(title, lead, blocks)
     page.contents()
@@ -109,8 +112,8 @@ class _Report:
             "Loads, class bits and ‖UᵀU−I‖ are the largest of all layers; other measures are means.",
             [self.overview()],
         )
-        loads = self.side_by_side(lambda found: pictures.load_plots(found.tallies(), found.summary()))
-        yield *LOAD, [*loads, *self.over_models([self.pooled()])]
+        loads = self.side_by_side(lambda found: report.load_plots(found.tallies(), found.summary()))
+        yield *LOAD, [*loads, *self.row_of([self.pooled()])]
         yield (
             "Where the patches go",
             "Each patch in the colour of the expert with the largest say in it; point at a picture to see it alone. "
@@ -121,26 +124,26 @@ class _Report:
         yield (
             "Scores",
             "How well tokens fit the experts: all scores, and each token's best.",
-            self.together(lambda found: pictures.score_plots(found.tallies(), found.summary())),
+            self.together(lambda found: report.score_plots(found.tallies(), found.summary())),
         )
         yield (
             "Threshold",
             "How the fallback rate would change with the threshold T.",
-            self.together(lambda found: pictures.fallback_plots(found.tallies())),
+            self.together(lambda found: report.fallback_plots(found.tallies())),
         )
         yield (
             "Experts a token",
             "What more or fewer experts a token would change.",
-            self.together(lambda found: pictures.tail_plots(found.tallies()))
+            self.together(lambda found: report.tail_plots(found.tallies()))
             + self.together(lambda found: _accuracy_plots(found, num_k_images)),
         )
         yield (
             "Bases",
             "How much the experts' routing subspaces share, and how orthonormal their bases are.",
-            self.side_by_side(_basis_plots),
+            self.side_by_side(lambda found: report.basis_plots(found.layers())),
         )
         epochs = [plot for measure in _EPOCH_MEASURES for plot in self.by_epoch(measure)]
-        yield "Over training", "What the runs wrote down after every epoch.", self.over_models(epochs)
+        yield "Over training", "What the runs wrote down after every epoch.", self.row_of(epochs)
         yield *MEASURED, self.measures()
 
     def overview(self) -> Markup:
@@ -160,24 +163,24 @@ class _Report:
         if len(self.models) == 1:
             made = [make(found) for found in self.models.values()]
         else:
-            made = [
-                [replace(p, name=f"{_file_name(name)}-{p.name}", title=f"{name}: {p.title}") for p in make(found)]
-                for name, found in self.models.items()
-            ]
+            made = []
+            for name, found in self.models.items():
+                file = re.sub(r"[^\w.-]+", "-", name)
+                made.append([replace(p, name=f"{file}-{p.name}", title=f"{name}: {p.title}") for p in make(found)])
         return [own for own in made if own]
 
     def side_by_side(self, make: Callable[[Inspection], list[Plot]], *, pairs: bool = False) -> list[Markup]:
         """The plots that ``make`` draws of each model, the first of every model before the second of any."""
         made = self._made(make)
         if len(made) == 1:
-            return self.over_models(made[0])
+            return self.row_of(made[0])
         return [grid(self._shown(row), pairs=pairs) for row in zip_longest(*made)]
 
     def together(self, make: Callable[[Inspection], list[Plot]]) -> list[Markup]:
         """The plots that ``make`` draws of each model, in one row."""
-        return self.over_models([plot for own in self._made(make) for plot in own])
+        return self.row_of([plot for own in self._made(make) for plot in own])
 
-    def over_models(self, made: Sequence[Plot]) -> list[Markup]:
+    def row_of(self, made: Sequence[Plot]) -> list[Markup]:
         """A row of plots, if there are any."""
         return [grid(self._shown(made))] if made else []
 
@@ -219,17 +222,9 @@ class _Report:
         return blocks
 
 
-def _file_name(model: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", model)
-
-
 def _class_plots(found: Inspection) -> list[Plot]:
     classes = found.recorder.class_names
-    return pictures.class_plots(found.tallies(), found.summary(), classes) if classes else []
-
-
-def _basis_plots(found: Inspection) -> list[Plot]:
-    return pictures.basis_plots({short(name): layer for name, layer in found.recorder.layers.items()})
+    return report.class_plots(found.tallies(), found.summary(), classes) if classes else []
 
 
 def _accuracy_plots(found: Inspection, num_images: int) -> list[Plot]:

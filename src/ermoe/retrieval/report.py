@@ -28,6 +28,7 @@ _EXAMPLES = 3
 _THUMBNAIL = 160
 _WARM = "#c8553d"
 _SAMPLED = 1000
+_BINS = 100
 
 
 def write_report(evaluation: Evaluation, path: StrPath) -> Path:
@@ -175,14 +176,14 @@ def similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Ten
 
 
 def similarities(
-    image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor, *, bins: int = 100
+    image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Histograms (B,) of right and of wrong pairs, and the edges of the bins (B + 1,) from −1 to 1."""
-    edge = np.linspace(-1, 1, bins + 1)
+    edge = np.linspace(-1, 1, _BINS + 1)
     right_T = (image_ID[text_to_image_T] * text_TD).sum(-1).clamp(-1, 1)
     right = np.histogram(right_T.numpy(), edge)[0].astype(float)
-    wrong = np.zeros(bins)
+    wrong = np.zeros(_BINS)
     for image in range(0, len(image_ID), -(-len(image_ID) // _SAMPLED)):
         score_T = (text_TD @ image_ID[image])[text_to_image_T != image].clamp(-1, 1)
-        wrong += torch.histc(score_T.float(), bins, -1, 1).numpy()
+        wrong += torch.histc(score_T.float(), _BINS, -1, 1).numpy()
     return right, wrong, edge

@@ -18,7 +18,7 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ermoe.studies.bench.clock import Measurement
+    from ermoe.studies.bench.measure import Measurement
     from ermoe.studies.record import Record
 
 MODELS = {

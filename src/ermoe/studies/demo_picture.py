@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ermoe.analysis import plots
-from ermoe.analysis.patches import patch_experts, patch_grid, tinted
 from ermoe.analysis.recorder import record_routing
 from ermoe.data.catalogue import open_images
+from ermoe.explore.patches import patch_experts, patch_grid, tinted
 from ermoe.files import StrPath, replacing
 from ermoe.images.classification import transform_for
 from ermoe.models.io import load

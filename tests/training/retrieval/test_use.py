@@ -9,8 +9,8 @@ import ermoe
 from ermoe.cli.main import main
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.classify import class_features
 from ermoe.retrieval.clip.model import UNKNOWN_PRETRAINING
+from ermoe.retrieval.encode import class_features
 from ermoe.retrieval.evaluation import evaluate, training_images
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.index import build_index, open_index

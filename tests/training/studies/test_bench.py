@@ -6,8 +6,7 @@ from rich.console import Console
 
 from ermoe.nn import MoE
 from ermoe.studies.bench import data, layer
-from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench.measure import compare, peak_megabytes, take_turns
 from ermoe.studies.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.studies.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
 from ermoe.studies.bench.result import Bar, Result, save, show

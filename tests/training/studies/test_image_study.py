@@ -10,7 +10,7 @@ import torch
 from ermoe.cli.image import run
 from ermoe.errors import UserError
 from ermoe.studies import comparison as steps_module
-from ermoe.studies.bench.clock import Measurement
+from ermoe.studies.bench.measure import Measurement
 from ermoe.studies.comparison import run_comparison, step_times, table
 from ermoe.studies.image_command import Comparison
 from ermoe.studies.record import RECORDS, read_records

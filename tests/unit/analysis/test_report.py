@@ -12,8 +12,8 @@ from torch import nn
 import ermoe
 from ermoe.analysis import plots
 from ermoe.analysis.page import Page, figure, grid, legend, svg, table, tiles
-from ermoe.analysis.patches import patch_experts, tinted
-from ermoe.analysis.pictures import strongest_pairs
+from ermoe.analysis.report import strongest_pairs
+from ermoe.explore.patches import patch_experts, tinted
 from ermoe.nn import EigenMoE
 from ermoe.nn.registry import build_layer
 

@@ -12,8 +12,8 @@ from ermoe.errors import UserError
 from ermoe.models.families import timm_architecture, timm_vit
 from ermoe.models.weights.rebuild import is_registered
 from ermoe.retrieval.clip.model import CLIP
+from ermoe.retrieval.presets import TextShape
 from ermoe.retrieval.rivals.clip_moe import mix_text_experts
-from ermoe.retrieval.text_shape import TextShape
 
 SPARSE_BLOCK = timm_vit.SPARSE_BLOCK
 refusal, no_context, ffn = timm_vit.refusal, timm_vit.no_context, timm_vit.ffn

@@ -19,7 +19,7 @@ import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse model
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.schema import id_hashes
 from ermoe.retrieval.clip.towers import ImageTower, TextTower
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.presets import TextShape
 
 _START_SCALE = math.log(1 / 0.07)
 _LARGEST_SCALE = math.log(100)

@@ -23,7 +23,7 @@ from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.presets import TextShape
 
 END = 49407
 _PORTION = 4096

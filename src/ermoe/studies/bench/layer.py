@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ermoe.nn import MoE, Routing, TopKRouter
 from ermoe.nn.dispatch import combine, gather, plan
-from ermoe.studies.bench.clock import compare, inferring, take_turns
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench.measure import compare, inferring, peak_megabytes, take_turns
 from ermoe.studies.bench.peers import Shape, available, build, eigen_layer, tokens
 from ermoe.studies.bench.result import Bar, Result
 

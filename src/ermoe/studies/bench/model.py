@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ermoe.images.presets import recipe
 from ermoe.nn import orthogonality_loss, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.studies.bench.clock import compare, inferring, take_turns
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench.measure import compare, inferring, peak_megabytes, take_turns
 from ermoe.studies.bench.result import Bar, Result
 
 _PAPER, _VMOE, _DENSE = "ermoe paper-b16", "V-MoE", "dense ViT-B/16"

@@ -158,7 +158,7 @@ PARTS: dict[str, tuple[Variant, tuple[str, str, str]]] = {
 """Variants of the method by name, with the paper's 5-shot accuracy, load CV² and fallback in per cent."""
 
 
-def _without(setup: Setup, name: str, seed: int) -> dict[str, Any]:
+def _ablated(setup: Setup, name: str, seed: int) -> dict[str, Any]:
     """5-shot probes of a variant, and the routing of the probed test images."""
     first, second = sources(setup)
     result = images.trained(setup, PARTS[name][0], seed, first)
@@ -176,7 +176,7 @@ def _without(setup: Setup, name: str, seed: int) -> dict[str, Any]:
     "what each part of the method contributes",
     "CIFAR-10, 5-shot, features from ImageNet; 8 experts, k = 2, T = 0.5.",
     _describe,
-    every(PARTS, _without),
+    every(PARTS, _ablated),
 )
 def ablation(runs: Runs) -> Findings:
     """A row for each variant: the paper's three, its full method, and four of ours."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a study is, which part of the paper it repeats, what that part claims, and what data it wants."""
+    """Module and name of a study, which part of the paper it repeats, what that part claims, and what data it wants."""
 
     place: str
     shows: str

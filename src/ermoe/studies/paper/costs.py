@@ -13,9 +13,8 @@ from ermoe.models.costs import PAPER, WHAT_DOES_NOT_FIT, count_preset
 from ermoe.models.presets import Preset, preset
 from ermoe.nn import EigenMoE
 from ermoe.nn.registry import build_layer
-from ermoe.studies.bench.clock import compare, inferring, take_turns
 from ermoe.studies.bench.layer import step_of
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench.measure import compare, inferring, peak_megabytes, take_turns
 from ermoe.studies.bench.peers import Shape
 from ermoe.studies.figures import Runs, cell, mean
 from ermoe.studies.paper.setup import Setup
@@ -115,11 +114,6 @@ def _num_images(setup: Setup) -> int:
     return 8 if setup.is_full else 2
 
 
-def _routing(setup: Setup) -> list[Job]:
-    """Counting, and timing."""
-    return [Job("count", 1, count_routing), Job("time", 1, partial(_time_routing, setup))]
-
-
 def count_routing() -> dict[str, float]:
     """Billions of multiply-adds of all routers of a model, for one image."""
     found, context = {}, 0.0
@@ -154,7 +148,7 @@ def _time_routing(setup: Setup) -> dict[str, Any]:
     "operations and time of the routing decision",
     "routing step of V-MoE and ERMoE: 0.631 and 1.169 G operations, 0.03 and 0.05 ms; sizes not given.",
     _routing_described,
-    _routing,
+    lambda setup: [Job("count", 1, count_routing), Job("time", 1, partial(_time_routing, setup))],
 )
 def routing_cost(runs: Runs) -> Findings:
     """A row for each router."""

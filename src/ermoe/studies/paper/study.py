@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from ermoe.analysis.pictures import save_drawing
+from ermoe.analysis.report import save_drawing
 from ermoe.files import replacing
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.setup import Setup
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import RECORDS, Record, command_line
+from ermoe.studies.record import RECORDS, Job, Record, command_line, run_queue
 from ermoe.studies.tables import Table
 
 

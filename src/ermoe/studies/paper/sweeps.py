@@ -14,7 +14,7 @@ from ermoe.analysis.plots import ACCENT, Curve, Scale, curves
 from ermoe.explore.inspect import experts_a_token
 from ermoe.images.labelled import LabelledImages
 from ermoe.nn import TopKRouter, moe_layers
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.figures import Runs, deviation, mean
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import AS_PRINTED, LABELS, OFFSETS, PAPER_RULE, Variant

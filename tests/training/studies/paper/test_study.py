@@ -15,8 +15,7 @@ from ermoe.studies.figures import verdict
 from ermoe.studies.paper import catalogue
 from ermoe.studies.paper.setup import Setup, slug
 from ermoe.studies.paper.study import Findings, Study, run, run_study
-from ermoe.studies.queue import Job
-from ermoe.studies.record import RECORDS, read_records
+from ermoe.studies.record import RECORDS, Job, read_records
 
 
 @pytest.fixture
