@@ -11,8 +11,7 @@ from ermoe.errors import UserError
 from ermoe.retrieval.build import load_clip
 from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.contrastive import Contrastive
-from ermoe.retrieval.losses import contrastive_loss
+from ermoe.retrieval.contrastive import Contrastive, contrastive_loss
 from ermoe.retrieval.presets import METHODS, PRESETS, VARIANTS, recipe
 from ermoe.retrieval.run import train
 from ermoe.train.compute import Compute

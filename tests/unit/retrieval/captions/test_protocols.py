@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.catalogue import open_captions, read_annotations
+from ermoe.retrieval.captions.catalogue import open_captions
+from ermoe.retrieval.captions.files import read_annotations
 from ermoe.retrieval.captions.protocols import PROTOCOLS
 from support import captions as layouts
 
