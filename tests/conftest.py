@@ -6,6 +6,7 @@ from ermoe import cpu
 
 _LIMITED = cpu.limit()  # before torch is imported; what pytest starts inherits it, and has nothing to say
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 pytest_plugins = ["support.fixtures"]
@@ -20,3 +21,14 @@ def pytest_sessionstart(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if _LIMITED and reporter:
         reporter.write_line(f"ermoe: {_LIMITED}")
+
+
+def pytest_collection_modifyitems(items):
+    """Lines are counted in the first case of a parametrised test only: the others take half as long for it."""
+    seen = set()
+    for item in items:
+        if hasattr(item, "callspec"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.no_cover)
+            seen.add(test)

@@ -47,7 +47,7 @@ def test_every_method_trains_and_leaves_a_model_that_dev_chose(flickr, tmp_path,
 
 def test_a_run_learns_to_tell_its_training_pairs_apart(flickr, tmp_path):
     """Loss falls well below that of guessing, ln(batch)."""
-    fast = replace(recipe("tiny-ermoe").training, epochs=25, base_lr=0.1, warmup_epochs=2.0, ema=0.0)
+    fast = replace(recipe("tiny-ermoe").training, epochs=15, base_lr=0.1, warmup_epochs=1.0, ema=0.0)
     calm = replace(recipe("tiny-ermoe"), augmentation=NO_AUGMENTATION, training=fast)
     train(calm, flickr, tmp_path / "run", cache=True)
     losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
