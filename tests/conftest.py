@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
+import gc
 import os
+from pathlib import Path
 
 from ermoe import cpu
 
@@ -10,6 +12,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 pytest_plugins = ["support.fixtures"]
+TRAINING = Path(__file__).parent / "training"
 
 # The models are tiny: threads that wait for each other cost more than they save, above all on a busy machine.
 torch.set_num_threads(1)
@@ -23,11 +26,20 @@ def pytest_sessionstart(session):
         reporter.write_line(f"ermoe: {_LIMITED}")
 
 
+def pytest_collection_finish(session):
+    """Spares the garbage collector the many objects that imports have left, which stay anyway."""
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items):
-    """Lines are counted in the first case of a parametrised test only: the others take half as long for it."""
+    """Counting lines slows Python down by half: of parametrised tests in tests/training, the first case is enough."""
     seen = set()
     for item in items:
-        if hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and item.path.is_relative_to(TRAINING):
             test = item.nodeid.partition("[")[0]
             if test in seen:
                 item.add_marker(pytest.mark.no_cover)

@@ -223,6 +223,7 @@ class TestCalibrate:
             ermoe.calibrate(sparse, ["images"])
 
 
+@pytest.mark.no_cover
 class TestOnCifar:
     """Point by point what must hold at step 0, on real images."""
 

@@ -1,6 +1,7 @@
 """Every study on images runs from end to end on a handful of digits, and measures what it says."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ def setup(tmp_path, work, monkeypatch):
     monkeypatch.setattr(images, "_workers", lambda data: 0)
     monkeypatch.setattr(orthogonality, "LAMBDAS", (0.0, 5e-5, 1e-2))
     monkeypatch.setattr(top_k, "NUMBERS", (1, 2, 6))
+    monkeypatch.setattr(top_k, "step_times", partial(top_k.step_times, rounds=2))
     rows = ("normal weights", "learned logits", ablation.FULL.name, "square basis")
     monkeypatch.setattr(ablation, "ROWS", {name: ablation.ROWS[name] for name in rows})
     return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
@@ -150,7 +152,7 @@ def test_few_shot_at_full_scale_wants_two_data_sets(setup):
 
 def test_times_of_a_pass_are_ratios_to_two_experts(setup):
     model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10).eval()
-    times = top_k.step_times(model, images.source(setup), rounds=2)
+    times = top_k.step_times(model, images.source(setup))
     assert times["2"] == 1
     assert np.isfinite(list(times.values())).all()
 
