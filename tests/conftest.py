@@ -4,19 +4,18 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
+
 from ermoe import cpu
 
 _LIMITED = cpu.limit()  # before torch is imported; what pytest starts inherits it, and has nothing to say
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+# The models are tiny: threads that wait for each other cost more than they save, above all on a busy machine. torch
+# reads this when a test imports it. It is not imported here: the process that hands out tests does without it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["support.fixtures"]
 TRAINING = Path(__file__).parent / "training"
-
-# The models are tiny: threads that wait for each other cost more than they save, above all on a busy machine.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_sessionstart(session):

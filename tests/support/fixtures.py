@@ -6,16 +6,16 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from PIL import Image
 
 
 @pytest.fixture(scope="session")
 def cifar():
     """CIFAR-10 images and labels by split, a function of a slice: ``cifar("test", slice(0, 512))``."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
     folder = os.environ.get("ERMOE_DATA")
     if folder is None:
         pytest.skip("needs CIFAR-10: set ERMOE_DATA to the folder with cifar10_25k.npz")
@@ -39,6 +39,8 @@ def cifar():
 def trained_vit(cifar):
     """A small dense ViT, trained on CIFAR-10 long enough to have left its initialisation far behind."""
     import timm
+    import torch
+    import torch.nn.functional as F
 
     torch.manual_seed(0)
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3, "num_classes": 10}
