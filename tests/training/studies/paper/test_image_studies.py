@@ -1,6 +1,7 @@
 """Every study on images runs from end to end on a handful of digits, and measures what it says."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ def setup(tmp_path, work, monkeypatch):
     keep(monkeypatch, sweeps.LAMBDAS, "lambda-0", "lambda-5e-05", "lambda-0.01")
     keep(monkeypatch, sweeps.NUMBERS, 1, 2, 6)
     keep(monkeypatch, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
+    monkeypatch.setattr(sweeps, "step_times", partial(sweeps.step_times, rounds=2))
     return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
 
 
@@ -154,7 +156,7 @@ def test_few_shot_at_full_scale_wants_two_data_sets(setup):
 
 def test_times_of_a_pass_are_ratios_to_two_experts(setup):
     model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10).eval()
-    times = sweeps.step_times(model, images.source(setup), rounds=2)
+    times = sweeps.step_times(model, images.source(setup))
     assert times["2"] == 1
     assert np.isfinite(list(times.values())).all()
 
