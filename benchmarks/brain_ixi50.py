@@ -25,8 +25,7 @@ from ermoe.brain.data.preprocess import Preprocessing
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.metrics import paired_difference
 from ermoe.brain.run import train
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import Record
+from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Table
 
 RESULTS = Path(__file__).parent / "results"

@@ -34,8 +34,7 @@ from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, probe_regions
 from ermoe.files import to_json
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import Record
+from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name
 from ermoe.train.compute import Compute
 from ermoe.train.run_folder import read_lines

@@ -30,9 +30,9 @@ from rich.progress import track
 
 import ermoe
 from ermoe.brain.data.cohort import open_cohort
-from ermoe.brain.data.mask import has_deepbet
+from ermoe.brain.data.preprocess import has_deepbet
 from ermoe.brain.data.scans import Scan
-from ermoe.brain.predict import predict
+from ermoe.brain.model import predict
 from ermoe.studies.record import add_records, new_record
 
 LIMIT_YEARS = 0.01
@@ -154,7 +154,7 @@ def one_prediction(run: Path, scan: Scan) -> tuple[float, float]:
     """Seconds and peak memory in MB of a new process that loads the model and judges one scan with labels."""
     code = (
         "import sys; from pathlib import Path; import ermoe; from ermoe.brain.data.scans import Scan\n"
-        "from ermoe.brain.predict import predict\n"
+        "from ermoe.brain.model import predict\n"
         "run, t1, labels = map(Path, sys.argv[1:])\n"
         "(row,) = predict(ermoe.brain.load(run).model, [Scan('sub-x', None, t1, labels=labels)])\n"
         "assert not row.problem, row.problem\n"

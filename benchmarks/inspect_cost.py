@@ -22,9 +22,9 @@ from rich.console import Console
 import ermoe
 from ermoe.data.images import ImagesInMemory
 from ermoe.explore.inspect import Settings, look_into
-from ermoe.explore.inspection_page import inspection_page
+from ermoe.explore.inspection import inspection_page
 from ermoe.images.run import evaluate, transform_for
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.bench.result import Bar, Result, save, show
 from ermoe.train.loader import Loader
 
@@ -44,7 +44,7 @@ def random_images(number: int, num_classes: int) -> ImagesInMemory:
     pixels = torch.randint(0, 256, (number, 3, 32, 32), dtype=torch.uint8, generator=generator)
     label = torch.arange(number) % num_classes
     classes = [f"class {c}" for c in range(num_classes)]
-    return ImagesInMemory(pixels, summary=f"{number} random images", split="test", classes=classes, label_N=label)
+    return ImagesInMemory(pixels, found=f"{number} random images", split="test", classes=classes, label_N=label)
 
 
 def main() -> None:
@@ -68,11 +68,7 @@ def main() -> None:
         settings = Settings()
         found = {"model": look_into(model, images, settings)}
         page = inspection_page(
-            found,
-            data=images.summary,
-            num_images=len(images),
-            figures=folder / "figures",
-            num_k_images=settings.k_images,
+            found, data=images.found, num_images=len(images), figures=folder / "figures", num_k_images=settings.k_images
         )
         page.write(report)
 

@@ -26,8 +26,7 @@ from rich.console import Console
 from ermoe.retrieval.evaluation import evaluate
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.run import train
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import Record
+from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 from ermoe.train.run_folder import read_lines
 

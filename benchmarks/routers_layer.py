@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import ermoe
 from ermoe.nn.registry import build_layer
 from ermoe.nn.rivals.assignment import balanced_assignment
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.bench.result import Result, save, show
 
 RESULTS = Path(__file__).parent / "results"

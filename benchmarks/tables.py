@@ -19,12 +19,11 @@ import upcycle_cifar10
 
 from ermoe.files import replacing
 from ermoe.studies import comparison
-from ermoe.studies.bench.clock import Measurement
-from ermoe.studies.bench.routing import PARTS
+from ermoe.studies.bench.layer import PARTS
+from ermoe.studies.bench.measure import Measurement
+from ermoe.studies.figures import Runs
 from ermoe.studies.paper.catalogue import ENTRIES, find
-from ermoe.studies.paper.study import Setup
 from ermoe.studies.record import RECORDS, Record, read_records
-from ermoe.studies.step_times import STEPS, recorded_steps
 from ermoe.studies.tables import Table, filled_in
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +69,7 @@ def figures_of_benchmark(name: str) -> dict[str, Any]:
 
 def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
     """A study's own table, or some of its columns, without rows that were not run."""
-    found = find(study).findings(Setup(), read_records(RESULTS / "paper" / study / place / RECORDS)).table
+    found = find(study).findings(Runs(read_records(RESULTS / "paper" / study / place / RECORDS))).table
     table = found.only(*columns) if columns else found
     return Table(table.header, [row for row in table.rows if set(row[1:]) != {"–"}])
 
@@ -83,8 +82,8 @@ def relabelled(table: Table, labels: dict[str, str], default: str = "{}") -> Tab
 def cifar10() -> Table:
     """Every router on CIFAR-10."""
     records = read_records(RESULTS / "cifar10" / RECORDS)
-    steps = {name: Measurement(**step) for name, step in recorded_steps(records).items()}
-    return comparison.table([record for record in records if record["name"] != STEPS], steps)
+    steps = {name: Measurement(**step) for name, step in comparison.recorded_steps(records).items()}
+    return comparison.table([record for record in records if record["name"] != comparison.STEPS], steps)
 
 
 def bars() -> Table:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 import ermoe
 from ermoe.data.images import open_images
 from ermoe.files import replacing
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import Record
+from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name, spread
 
 RESULTS = Path(__file__).parent / "results"

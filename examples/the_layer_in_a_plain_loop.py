@@ -13,7 +13,7 @@ import ermoe
 from ermoe.data.images import digits
 from ermoe.nn import ContextAttention, context
 
-DIM, EPOCHS, BATCH = 48, 12, 32
+DIM, EPOCHS, BATCH = 48, 6, 32
 
 
 class Block(nn.Module):

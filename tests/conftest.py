@@ -1,18 +1,21 @@
 """Settings of all tests."""
 
+import gc
 import os
+from pathlib import Path
+
+import pytest
 
 from ermoe import cpu
 
 _LIMITED = cpu.limit()  # before torch is imported; what pytest starts inherits it, and has nothing to say
 
-import torch  # noqa: E402
+# The models are tiny: threads that wait for each other cost more than they save, above all on a busy machine. torch
+# reads this when a test imports it. It is not imported here: the process that hands out tests does without it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["support.fixtures"]
-
-# The models are tiny: threads that wait for each other cost more than they save, above all on a busy machine.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+TRAINING = Path(__file__).parent / "training"
 
 
 def pytest_sessionstart(session):
@@ -20,3 +23,23 @@ def pytest_sessionstart(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if _LIMITED and reporter:
         reporter.write_line(f"ermoe: {_LIMITED}")
+
+
+def pytest_collection_finish(session):
+    """Spares the garbage collector the many objects that imports have left, which stay anyway."""
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items):
+    """Counting lines slows Python down by half: of parametrised tests in tests/training, the first case is enough."""
+    seen = set()
+    for item in items:
+        if hasattr(item, "callspec") and item.path.is_relative_to(TRAINING):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.no_cover)
+            seen.add(test)

@@ -41,7 +41,7 @@ def lines(folder):
 def disturbed(folder, kills):
     """Lives that are cut short, each a little after it has come further than the one before; the last ends."""
     moments = random.Random(0)
-    for reached in sorted(moments.sample(range(30), kills)):
+    for reached in sorted(moments.sample(range(16), kills)):
         child = live(folder)
         while lines(folder) < reached:
             time.sleep(0.002)

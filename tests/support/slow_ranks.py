@@ -1,4 +1,4 @@
-"""The slow, obvious twin of `ermoe.retrieval.ranking.rank`: one query at a time, on the whole matrix."""
+"""The slow, obvious twin of `ermoe.retrieval.figures.rank`: one query at a time, on the whole matrix."""
 
 import torch
 

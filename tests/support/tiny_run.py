@@ -13,7 +13,7 @@ ARGS = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads"
 SPARSITY = {"num_experts": 4, "rank": 12, "route_rank": 4}
 TRAINING = {
     "epochs": 2,
-    "batch_size": 8,
+    "batch_size": 16,
     "base_lr": 0.05,
     "warmup_epochs": 0.2,
     "ema": 0.9,

@@ -118,7 +118,7 @@ def test_a_probe_that_fails_otherwise_says_nothing_about_the_cpu(dying, tmp_path
 
 
 def test_a_command_says_it_once_and_runs(dying):
-    done = python("-m", "ermoe", "info", "tiny-ti16")
+    done = python("-m", "ermoe", "paper", "list")
     assert done.returncode == 0
     assert done.stderr == f"ermoe: {LIMITED}\n"
 
@@ -138,11 +138,10 @@ def test_help_starts_no_probe(dying, tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-def test_training_is_refused_where_torch_is_there_already(dying, tmp_path):
+def test_training_is_refused_where_torch_is_there_already(dying, tmp_path, capsys):
     command = ["image", "train", "digits-ermoe", "digits", "--precision", "bf16", "--out", str(tmp_path)]
-    done = python("-c", f"import sys, torch; from ermoe.cli.main import main; sys.exit(main({command}))")
-    assert done.stderr == f"ermoe: precision=bf16: {REFUSED}\n"
-    assert done.returncode == 2
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"ermoe: precision=bf16: {REFUSED}\n"
 
 
 def test_a_model_in_half_precision_is_loaded_with_a_warning(dying, tmp_path, caplog):
@@ -151,10 +150,9 @@ def test_a_model_in_half_precision_is_loaded_with_a_warning(dying, tmp_path, cap
     assert caplog.messages == [f"{tmp_path} holds weights in torch.bfloat16: {REFUSED}"]
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "1"]])
-def test_pytest_runs_and_says_it_once(dying, options):
+def test_pytest_runs_and_says_it_once_for_all_its_processes(dying):
     test = "tests/unit/nn/test_balance.py::test_offsets_stay_in_float32_and_follow_the_module"
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, test)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", test)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
     assert (done.stdout + done.stderr).count(LIMITED) == 1

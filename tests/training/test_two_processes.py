@@ -70,10 +70,10 @@ def assert_same_run(found, expected):
         )
 
 
-def test_one_process_trains_for_fifty_steps_with_everything_switched_on(folder):
+def test_one_process_trains_with_everything_switched_on(folder):
     lines = read_lines(folder / "one" / "metrics.jsonl")
-    assert sum(line["kind"] == "train" for line in lines) == 50
-    assert lines[-1]["loss"] < lines[25]["loss"]
+    assert sum(line["kind"] == "train" for line in lines) == 24
+    assert lines[-1]["loss"] < lines[12]["loss"]
     offsets = [
         t for n, t in load_file(folder / "one" / "model" / "model.safetensors").items() if n.endswith("offset_E")
     ]

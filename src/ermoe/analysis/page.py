@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from os import PathLike
 from pathlib import Path
 from string import Template
 from typing import NewType
@@ -21,7 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ermoe._version import __version__
-from ermoe.files import replacing
+from ermoe.files import StrPath, replacing
 
 Markup = NewType("Markup", str)
 """HTML that is safe to put on the page as it is."""
@@ -77,7 +76,7 @@ class Page:
             scripts="\n".join(self._scripts),
         )
 
-    def write(self, path: str | PathLike[str]) -> Path:
+    def write(self, path: StrPath) -> Path:
         """Writes the page in one step, in place of an older one."""
         with replacing(path) as draft:
             draft.write_text(self.html(), encoding="utf-8")

@@ -1,19 +1,22 @@
-"""Pictures of a routing. ``draw_…`` draws on given axes; the others make a whole figure, as wide as a phone.
+"""Drawings of a routing. ``draw_…`` draws on given axes; the others make a whole figure, as wide as a phone.
 
-Letters: E experts, C classes, B bins, h × w patches.
+Letters: E experts, C classes, B bins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
 INK, MUTED, LINE, ACCENT = "#1c2230", "#667085", "#d0d5dd", "#0f766e"
@@ -21,6 +24,8 @@ _EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#
 HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
+_MOST_NAMED = 8
+_MAPS_A_ROW = 3
 
 
 def style() -> AbstractContextManager[None]:
@@ -148,41 +153,159 @@ def class_shares(count_CE: ArrayLike) -> NDArray[np.float64]:
     return share
 
 
-def score_histogram(score_B: ArrayLike, best_score_B: ArrayLike, threshold: float | None) -> Figure:
-    """How scores are distributed on [−1, 1]: those of all experts, and each token's best, with the threshold."""
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line: where it goes, and where it may as well go (half widths of its error bars)."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    marked: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the axes say, and how they count."""
+
+    x: str
+    y: str
+    percent: bool = False
+    whole_x: bool = False
+    log_x: bool = False
+    from_zero: bool = True
+    at: Mapping[str, float] = field(default_factory=dict)  # vertical lines, by what they mean
+
+
+def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> Figure:
+    """All lines in one picture, with a legend where there is more than one."""
     with style():
-        drawing = Figure(figsize=(4.1, 2.7), layout="constrained")
-        _draw_score_histogram(drawing.subplots(), score_B, best_score_B, threshold)
+        drawing = Figure(figsize=(4.1, 2.9), layout="constrained")
+        axes = drawing.subplots()
+        for (name, line), colour in zip(lines.items(), colours, strict=True):
+            look: dict[str, Any] = {"color": colour, "linewidth": 1.6, "markersize": 3.5, "label": name}
+            look["marker"] = "o" if line.marked else None
+            look["linestyle"] = (0, (4, 3)) if line.dashed else "-"
+            if line.error is None:
+                axes.plot(line.x, line.y, **look)
+            else:
+                axes.errorbar(line.x, line.y, line.error, capsize=2, **look)
+        for meaning, place in scale.at.items():
+            axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            axes.annotate(meaning, (place, 1), (4, -2), fontsize=8.5, bbox=paper, **where)
+        _scale(axes, scale)
+        if len(lines) > 1:
+            columns = 1 if len(lines) <= _MOST_NAMED else 2
+            axes.legend(handlelength=1.4, ncols=columns, fontsize=8 if columns == 1 else 7)
     return drawing
 
 
-def _draw_score_histogram(axes: Axes, score_B: ArrayLike, best_score_B: ArrayLike, threshold: float | None) -> None:
-    """Shares of bins of width 0.02."""
-    edge = np.linspace(-1, 1, len(np.asarray(score_B)) // 2 + 1)
-    shares = {}
-    for name, histogram_B in (("all experts", score_B), ("best of each token", best_score_B)):
-        paired = np.asarray(histogram_B, dtype=np.float64).reshape(-1, 2).sum(1)
-        shares[name] = paired / max(paired.sum(), 1)
-    for (name, share), colour in zip(shares.items(), (MUTED, ACCENT), strict=True):
-        axes.stairs(share, edge, fill=True, color=colour, alpha=0.22)
-        axes.stairs(share, edge, color=colour, linewidth=1.3, label=name)
-    seen = edge[:-1][sum(shares.values()) > 0]
-    left, right = (seen.min(), seen.max() + 0.02) if len(seen) else (-1.0, 1.0)
-    if threshold is not None:
-        left, right = min(left, threshold), max(right, threshold)
-        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(
-            f"T = {threshold:g}",
-            (threshold, 1),
-            (4, -2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            va="top",
-            fontsize=8.5,
-        )
-    axes.set_xlim(left - 0.03, right + 0.03)
-    axes.set_ylim(0, 1.25 * max(share.max() for share in shares.values()) or 1)
-    axes.set_yticks([])
+def _scale(axes: Axes, scale: Scale) -> None:
+    axes.set_xlabel(scale.x)
+    axes.set_ylabel(scale.y)
+    if scale.log_x:
+        axes.set_xscale("log")
+    if scale.from_zero:
+        axes.set_ylim(bottom=0)
+    if scale.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    if scale.whole_x and not scale.log_x:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
+    axes.set_axisbelow(True)
+
+
+def score_ridges(histograms: Mapping[str, tuple[ArrayLike, ArrayLike, float | None]]) -> Figure:
+    """How scores are distributed, a row for each layer: those of all experts, each token's best, the threshold.
+
+    Each entry holds counts of equal bins on [−1, 1] (all scores, best scores) and T. All rows share one axis.
+    """
+    with style():
+        drawing = Figure(figsize=(4.1, 0.8 + 0.52 * max(len(histograms), 3)), layout="constrained")
+        _draw_ridges(drawing.subplots(), histograms)
+    return drawing
+
+
+def _draw_ridges(axes: Axes, histograms: Mapping[str, tuple[ArrayLike, ArrayLike, float | None]]) -> None:
+    seen: list[float] = []
+    for row, (all_B, best_B, threshold) in enumerate(histograms.values()):
+        shares = [_halved(all_B), _halved(best_B)]
+        edge = np.linspace(-1, 1, len(shares[0]) + 1)
+        floor, tallest = -float(row), max(float(share.max()) for share in shares) or 1.0
+        for share, colour, name in zip(shares, (MUTED, ACCENT), ("all experts", "best of each token"), strict=True):
+            height = floor + 0.9 * share / tallest
+            axes.stairs(height, edge, baseline=floor, fill=True, color=colour, alpha=0.22)
+            axes.stairs(height, edge, baseline=None, color=colour, linewidth=1, label=name if row == 0 else None)
+        if threshold is not None:
+            axes.plot([threshold, threshold], [floor, floor + 0.9], color=INK, linewidth=1, linestyle=(0, (3, 2)))
+            seen.append(threshold)
+        occupied = edge[:-1][(shares[0] + shares[1]) > 0]
+        seen += [float(occupied.min()), float(occupied.max()) + edge[1] - edge[0]] if len(occupied) else []
+    axes.set_yticks([-float(row) for row in range(len(histograms))], list(histograms))
+    axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("score")
-    axes.legend(loc="upper left", handlelength=1.2, borderaxespad=0)
+    axes.set_ylim(-len(histograms) + 0.95, 1.0)
+    if seen:
+        axes.set_xlim(min(seen) - 0.03, max(seen) + 0.03)
+    axes.set_xlabel("score (dashed: T)")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, handlelength=1.2, borderaxespad=0)
+
+
+def _halved(histogram_B: ArrayLike) -> NDArray[np.float64]:
+    """Bins of twice the width, as shares."""
+    paired = np.asarray(histogram_B, dtype=np.float64).reshape(-1, 2).sum(1)
+    return np.asarray(paired / max(paired.sum(), 1))
+
+
+def overlap_maps(overlaps: Mapping[str, ArrayLike]) -> Figure:
+    """Mean squared cosine of the principal angles between each two experts, (E, E), one small map a layer."""
+    columns = min(_MAPS_A_ROW, len(overlaps))
+    rows = math.ceil(len(overlaps) / columns)
+    highest = max(float(np.nanmax(_others(overlap), initial=0)) for overlap in overlaps.values()) or 1.0
+    with style():
+        drawing = Figure(figsize=(4.1, 0.35 + 1.55 * rows), layout="constrained")
+        grid = drawing.subplots(rows, columns, squeeze=False)
+        picture = None
+        for axes, (name, overlap) in zip(grid.flat, overlaps.items(), strict=False):
+            picture = axes.imshow(_others(overlap), cmap=HEAT, vmin=0, vmax=highest, interpolation="none")
+            axes.set_title(name, fontsize=8)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_visible(False)
+        for axes in grid.flat[len(overlaps) :]:
+            axes.set_axis_off()
+        if picture is not None:
+            bar = drawing.colorbar(picture, ax=grid, shrink=0.8, aspect=25, pad=0.02)
+            bar.outline.set_visible(False)
+            bar.ax.tick_params(labelsize=7)
+    return drawing
+
+
+def _others(overlap_EE: ArrayLike) -> NDArray[np.float64]:
+    """Without the diagonal, where every expert meets itself."""
+    overlap = np.asarray(overlap_EE, dtype=np.float64).copy()
+    np.fill_diagonal(overlap, np.nan)
+    return overlap
+
+
+def orthonormality_bars(errors: Mapping[str, float]) -> Figure:
+    """‖UᵀU − I‖₂ of every stack of bases on a logarithmic scale, the worst expert's."""
+    names, floor = list(errors), 1e-9
+    with style():
+        drawing = Figure(figsize=(4.1, 0.7 + 0.2 * len(names)), layout="constrained")
+        axes = drawing.subplots()
+        width = [max(errors[name], floor) for name in names]
+        axes.barh(range(len(names)), width, color=ACCENT, height=0.6)
+        axes.set_xscale("log")
+        axes.set_xlim(floor, max(1e-2, 3 * max(width)))
+        axes.xaxis.set_major_locator(LogLocator(numticks=5))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("‖UᵀU − I‖₂")
+        axes.grid(axis="x", color=LINE, linewidth=0.5, alpha=0.6)
+        axes.set_axisbelow(True)
+    return drawing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
@@ -16,21 +15,19 @@ from ermoe.analysis import measures
 from ermoe.analysis.summary import MEASURES, Summary, geometry_figures, markdown, routing_figures
 from ermoe.analysis.tally import Tally
 from ermoe.errors import UserError
+from ermoe.files import StrPath
 from ermoe.nn import MixtureLayer, moe_layers
 
 
-def record_routing(
-    model: nn.Module,
-    *,
-    classes: int | Sequence[str] | None = None,
-    previous: RoutingRecorder | None = None,
-    probe_tokens: int = 4096,
-) -> RoutingRecorder:
-    """Records what every MoE layer of ``model`` does inside a ``with`` block, without changing its outputs.
+class RoutingRecorder:
+    """Records what every MoE layer of a model does inside a ``with`` block, without changing its outputs.
+
+    Its memory depends on layers, experts and classes, never on the number of batches. Entering it again goes on
+    counting. ``tallies`` holds the raw totals of each layer.
 
     Args:
         model: any module with MoE layers; compiled, wrapped in DDP or checkpointed ones too.
-        classes: number or names of the classes that `RoutingRecorder.labels` will speak of.
+        classes: number or names of the classes that `labels` will speak of.
         previous: a finished recording of the same inputs in the same order; gives the routing fluctuation.
         probe_tokens: how many tokens are kept for that comparison, from the first one on.
 
@@ -40,15 +37,6 @@ def record_routing(
     ...     y = layer(torch.randn(8, 10, 16))
     >>> routing.summary()[""]["tokens"]
     80.0
-    """
-    return RoutingRecorder(model, classes=classes, previous=previous, probe_tokens=probe_tokens)
-
-
-class RoutingRecorder:
-    """A recording of a model's routing, and what can be read from it. Made by `record_routing`.
-
-    Its memory depends on layers, experts and classes, never on the number of batches. Entering it again goes on
-    counting. ``tallies`` holds the raw totals of each layer.
     """
 
     def __init__(
@@ -161,11 +149,15 @@ class RoutingRecorder:
         """The summary as a Markdown table, which also reads well in a terminal: ``print(routing.table())``."""
         return markdown(self.summary())
 
-    def report(self, path: str | PathLike[str], *, title: str = "Routing") -> Path:
+    def report(self, path: StrPath, *, title: str = "Routing") -> Path:
         """Writes one self-contained HTML file: load curves, class–expert maps, score histograms, all measures."""
         from ermoe.analysis.report import routing_report
 
         return routing_report(self, title=title).write(path)
+
+
+record_routing = RoutingRecorder
+"""``with ermoe.record_routing(model) as routing: …``"""
 
 
 def _names(classes: int | Iterable[str] | None) -> list[str]:

@@ -6,9 +6,9 @@ Letters: T tokens, E experts, C classes.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import Tensor, nn
 
@@ -25,11 +25,12 @@ Summary = dict[str, dict[str, float]]
 
 @dataclass(slots=True, frozen=True)
 class Measure:
-    """How a measure is called, printed and explained."""
+    """How a measure is called, printed and explained, and what stands for all layers: the largest, or the mean."""
 
     label: str
     meaning: str
     style: str = ".3f"
+    overall: Callable[[list[float]], float] = max
 
     def text(self, value: float) -> str:
         """The value as a table shows it; a dash where the measure has no meaning."""
@@ -47,11 +48,13 @@ MEASURES: Mapping[str, Measure] = {
         "weight CV²", "The same of the experts' mixing weights, which idle picks cannot flatter.", ".4f"
     ),
     "max_load": Measure("max load", "The busiest expert's count over the mean.", ".2f"),
-    "fallback_rate": Measure("fallback", "Tokens whose best score is below the threshold T.", ".1%"),
+    "fallback_rate": Measure("fallback", "Tokens whose best score is below the threshold T.", ".1%", fmean),
     "tail_mass": Measure("tail mass", "Weight above T that lies beyond the k best experts, per token.", ".1%"),
-    "margin": Measure("margin", "Best minus second-best score, mean over tokens."),
+    "margin": Measure("margin", "Best minus second-best score, mean over tokens.", overall=fmean),
     "spread": Measure(
-        "spread", "Best minus worst score, mean over tokens; near 0 the score cannot tell experts apart."
+        "spread",
+        "Best minus worst score, mean over tokens; near 0 the score cannot tell experts apart.",
+        overall=fmean,
     ),
     "near_zero_rate": Measure(
         "near-zero picks", f"Chosen experts whose mixing weight is below {measures.NEAR_ZERO_WEIGHT}.", ".1%"
@@ -63,10 +66,13 @@ MEASURES: Mapping[str, Measure] = {
     ),
     "class_information": Measure("class bits", "Mutual information between expert and class, in bits.", ".2f"),
     "subspace_overlap": Measure(
-        "overlap", "Mean squared cosine of the principal angles between experts' routing subspaces; random: r / D."
+        "overlap",
+        "Mean squared cosine of the principal angles between experts' routing subspaces; random: r / D.",
+        overall=fmean,
     ),
     "orthonormality_error": Measure("‖UᵀU−I‖", "Spectral orthonormality error of the worst basis.", ".0e"),
 }
+_EVALUATED = ("load_cv2", "weight_cv2", "fallback_rate", "near_zero_rate", "drop_rate")
 
 
 def routing_figures(tally: Tally) -> dict[str, float]:
@@ -148,21 +154,11 @@ def columns(summary: Summary) -> list[str]:
     return [name for name in MEASURES if any(not math.isnan(f.get(name, math.nan)) for f in summary.values())]
 
 
-# What stands for all layers of a model: the worst of them, or the mean.
-_OVER_LAYERS: Mapping[str, Callable[[list[float]], float]] = {
-    "load_cv2": max,
-    "weight_cv2": max,
-    "fallback_rate": statistics.fmean,
-    "near_zero_rate": max,
-    "drop_rate": max,
-}
-
-
-def over_layers(layers: Summary) -> dict[str, float]:
+def over_layers(layers: Summary, measures: Iterable[str] = _EVALUATED) -> dict[str, float]:
     """One figure for all layers of a model; what has no meaning for its routers is left out."""
     figures = {}
-    for name, summarise in _OVER_LAYERS.items():
+    for name in measures:
         values = [layer[name] for layer in layers.values() if not math.isnan(layer[name])]
         if values:
-            figures[name] = float(summarise(values))
+            figures[name] = float(MEASURES[name].overall(values))
     return figures

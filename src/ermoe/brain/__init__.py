@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ermoe.brain.model import BrainAgeModel
-    from ermoe.brain.predict import Prediction
+    from ermoe.brain.model import BrainAgeModel, Prediction
 
 __all__ = ["Estimator", "load", "report", "train"]
 
@@ -41,7 +40,7 @@ class Estimator:
     def predict_all(self, scans: Sequence[Paths], *, participants: Sequence[str] | None = None) -> list[Prediction]:
         """Rows of NIfTI files, folders, BIDS roots or tables; a scan that cannot be used has a row with its reason."""
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.predict import predict
+        from ermoe.brain.model import predict
 
         return list(predict(self.model, open_scans(scans, participants=participants).scans))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ermoe.brain.data.settings import CohortOptions, VolumeAugmentation
-from ermoe.brain.data_commands import Doctor, Synthesize
-from ermoe.brain.recipes import Method, Recipe, recipe
+from ermoe.brain.data.scans import CohortOptions, Preprocessing
+from ermoe.brain.recipes import Method, Recipe, VolumeAugmentation, recipe
 from ermoe.console import Command, run_command, say
 from ermoe.errors import UserError
 from ermoe.train.settings import Machine, TrainingMachine
@@ -18,7 +19,8 @@ from ermoe.train.settings import Machine, TrainingMachine
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ermoe.brain.predict import Prediction
+    from ermoe.brain.data.cohort import Cohort
+    from ermoe.brain.model import Prediction
 
 _Word = tyro.conf.Positional
 Preset = Literal["small", "paper", "tiny"]
@@ -144,8 +146,7 @@ class Predict:
 
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.model import BrainAgeModel
-        from ermoe.brain.predict import predict
+        from ermoe.brain.model import BrainAgeModel, predict
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
@@ -196,6 +197,93 @@ class Report:
                 compute=compute,
             )
         say(console, f"written: {path}")
+
+
+@dataclass(frozen=True, slots=True)
+class Doctor:
+    """Check every scan, and whether something else than the brain predicts age, before training.
+
+    The exit code is 2 if there is an error that would stop a training run.
+    """
+
+    scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="SCANS")]
+    """A BIDS root, a table (TSV or CSV), folders, or NIfTI files."""
+    cohort: CohortOptions = field(default_factory=CohortOptions)
+    spacing_mm: float | None = None
+    """Edge of the voxels of the grid that brains must fit in; 2 by default."""
+    shape: tuple[int, int, int] | None = None
+    """Its voxels towards right, front and top; 96 112 96 by default, or the same room in other voxels."""
+
+    def __call__(self, console: Console) -> None:
+        from rich.table import Table
+
+        from ermoe.brain.data.quality import examine, in_words
+
+        cohort = self._cohort()
+        usual = Preprocessing().with_spacing(self.spacing_mm)
+        usual = usual if self.shape is None else replace(usual, shape=self.shape)
+        with _progress(console, "looking at scans") as on_scan:
+            examination = examine(cohort, usual, on_scan=on_scan)
+        for part in in_words(cohort, examination):
+            if isinstance(part, Table):
+                console.print(part)
+            else:
+                say(console, part)
+        if number := len(examination.errors):
+            raise UserError(f"{number} error{'s' * (number > 1)} (see above): mend the data before training")
+
+    def _cohort(self) -> Cohort:
+        from ermoe.brain.data.bids import is_bids_root
+        from ermoe.brain.data.cohort import TABLES, open_cohort, open_scans
+
+        if not self.scans:
+            raise UserError("no scans given: ermoe brain doctor SCANS…, a BIDS root, a table or NIfTI files")
+        first = Path(self.scans[0])
+        is_root = first.is_dir() and is_bids_root(first)
+        if len(self.scans) == 1 and (is_root or first.suffix.casefold() in TABLES):
+            return open_cohort(first, self.cohort)
+        if self.cohort.exclude or self.cohort.sex_coding or self.cohort.age_is_baseline:
+            raise UserError("--exclude, --sex-coding and --age-is-baseline need one BIDS root or one table")
+        return open_scans(self.scans, self.cohort)
+
+
+@dataclass(frozen=True, slots=True)
+class Synthesize:
+    """Write a phantom cohort: ageing brains made from the MNI152 tissue maps, as a BIDS set marked synthetic.
+
+    A cohort that was interrupted is completed; a larger number of subjects adds people and changes nobody.
+    """
+
+    out: Annotated[Path, _Word, tyro.conf.arg(metavar="OUT")]
+    """Folder of the new data set."""
+    subjects: int = 200
+    """Number of people."""
+    seed: int = 0
+    """Another seed makes other people."""
+    confounded: bool = False
+    """Old people are scanned at other sites than young ones."""
+    sessions: tuple[int, ...] = (1,)
+    """Visits of a person: one number for everybody, or the numbers to draw from."""
+    ages: tuple[float, float] = (45.0, 90.0)
+    """Youngest and oldest at the first visit."""
+    spacing_mm: float = 2.0
+    """Edge of the voxels."""
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.brain.data.phantom import synthesize
+
+        with _progress(console, "making phantoms") as on_subject:
+            root = synthesize(
+                self.out,
+                self.subjects,
+                self.seed,
+                confounded=self.confounded,
+                sessions=self.sessions,
+                ages=self.ages,
+                spacing_mm=self.spacing_mm,
+                on_subject=on_subject,
+            )
+        say(console, f"written: {root}, {self.subjects:,} synthetic subject{'s' * (self.subjects > 1)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +345,23 @@ def _line(row: Prediction) -> str:
 
 
 def _write(rows: list[Prediction], out: Path, model: Path) -> None:
-    from ermoe.brain.predict import COLUMNS
     from ermoe.brain.reporting.derivative import describe, write_table
 
     readme = f"Predictions of {len(rows)} scans by the model {model.name}, in desc-predictions_brainage.tsv."
     describe(out, name="Brain age predictions", readme=readme)
-    write_table(out / "desc-predictions_brainage.tsv", COLUMNS, [asdict(row) for row in rows])
+    write_table(out / "desc-predictions_brainage.tsv", [asdict(row) for row in rows])
+
+
+@contextmanager
+def _progress(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; elsewhere nothing."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield advance

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
-from ermoe.brain.data.settings import reduction
 from ermoe.brain.metrics import figures
-from ermoe.brain.recipes import Recipe
+from ermoe.brain.recipes import Recipe, reduction
 from ermoe.data.order import Order
 from ermoe.files import Json
 from ermoe.train.compute import Compute
@@ -117,11 +116,15 @@ class Estimation:
 def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:
     """A random choice of cubes, (B, X, Y, Z), True for their voxels."""
     grid = [math.ceil(edge / patch_size) for edge in mask_BXYZ.shape[1:]]
-    chosen = torch.rand(len(mask_BXYZ), *grid, device=mask_BXYZ.device) < share
+    return in_voxels(torch.rand(len(mask_BXYZ), *grid, device=mask_BXYZ.device) < share, patch_size, mask_BXYZ)
+
+
+def in_voxels(cube_Bxyz: Tensor, patch_size: int, like_BXYZ: Tensor) -> Tensor:
+    """What is known of cubes, at each of their voxels, of which the last cubes may lack some, (B, X, Y, Z)."""
     for axis in (1, 2, 3):
-        chosen = chosen.repeat_interleave(patch_size, axis)
-    x, y, z = mask_BXYZ.shape[1:]
-    return chosen[:, :x, :y, :z]
+        cube_Bxyz = cube_Bxyz.repeat_interleave(patch_size, axis)
+    x, y, z = like_BXYZ.shape[1:]
+    return cube_Bxyz[:, :x, :y, :z]
 
 
 @torch.no_grad()

@@ -1,31 +1,38 @@
-"""A finished run read back, and its figures beside those of simple estimates over the same folds."""
+"""A finished run read back, and its figures beside those of estimates that need no network.
+
+Any network has to be compared with those: they are fitted on the training people of a fold and read on the others, over
+the very same folds.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ermoe.brain import simple
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
-from ermoe.brain.data.scans import Scan
-from ermoe.brain.data.settings import CohortOptions
+from ermoe.brain.data.scans import CohortOptions, Scan
 from ermoe.brain.data.splits import Splits
-from ermoe.brain.metrics import Figure, Retest, bootstrap, paired_difference, retest
+from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.results import HeldOut, Outputs, held_out
+from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json, read_json
+from ermoe.train.run_folder import read_lines
 
-Array = NDArray[np.float64]
+Estimate = Callable[[Sequence[Scan], Sequence[Scan]], list[float]]
+"""(training scans, other scans) → ages of the others."""
+_MOST_LEVELS = 12
+"""Levels above which a column of the table is no label of a batch but a measurement."""
 _SMALLEST_LEVEL = 8
 """Scans below which a level of a label gets no column of its own."""
 _TELLTALE = 0.9
@@ -99,14 +106,11 @@ class Evaluation:
     def estimates(self) -> dict[str, Array]:
         """Predictions by name: the method first, then what needs no network."""
         found = {self.method: self.held_out.raw_N}
-        methods: dict[str, simple.Estimate] = {}
-        if self.has_tissue:
-            methods["tissue ridge"] = simple.tissue_ridge(self.cache)
-        methods["predict the mean"] = simple.mean_age
-        for name, label in simple.labels(self.outputs.scans).items():
-            methods[f"{name} only"] = simple.by_label(label)
+        methods: dict[str, Estimate] = {"tissue ridge": tissue_ridge(self.cache)} if self.has_tissue else {}
+        methods["predict the mean"] = mean_age
+        methods |= {f"{name} only": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
-            everybody = simple.over_folds(estimate, self.outputs.scans, self.outputs.splits)
+            everybody = over_folds(estimate, self.outputs.scans, self.outputs.splits)
             found[name] = everybody[self.held_out.row_N]
         return found
 
@@ -114,7 +118,7 @@ class Evaluation:
     def levels(self) -> dict[str, NDArray[np.bool_]]:
         """Groups of scans to judge within: all, then every level of a label that has scans enough."""
         found = {"all": np.ones(len(self.scans), dtype=bool)}
-        for name, label in simple.labels(self.outputs.scans).items():
+        for name, label in labels(self.outputs.scans).items():
             for level in sorted({value for value in map(label, self.scans) if value is not None}):
                 rows = np.array([label(scan) == level for scan in self.scans])
                 if rows.sum() >= _SMALLEST_LEVEL:
@@ -124,14 +128,13 @@ class Evaluation:
     def figures(self, predicted_N: Array, rows: NDArray[np.bool_] | None = None) -> dict[str, Figure]:
         """Figures of predictions, over some of the scans."""
         rows = np.ones(len(self.scans), dtype=bool) if rows is None else rows
-        people = [person for person, wanted in zip(self.people, rows, strict=True) if wanted]
-        return bootstrap(people, self.held_out.age_N[rows], predicted_N[rows])
+        return bootstrap(np.array(self.people)[rows].tolist(), self.held_out.age_N[rows], predicted_N[rows])
 
     def difference(self, other: str, rows: NDArray[np.bool_]) -> Figure:
         """The method's mean absolute error minus that of another estimate, over the same people."""
-        age_N = self.held_out.age_N[rows]
-        people = [person for person, wanted in zip(self.people, rows, strict=True) if wanted]
-        return paired_difference(people, self.held_out.raw_N[rows] - age_N, self.estimates[other][rows] - age_N)
+        predictions = (self.held_out.raw_N, self.estimates[other])
+        own_N, other_N = (predicted_N[rows] - self.held_out.age_N[rows] for predicted_N in predictions)
+        return paired_difference(np.array(self.people)[rows].tolist(), own_N, other_N)
 
     @cached_property
     def confounds(self) -> list[str]:
@@ -151,14 +154,15 @@ class Evaluation:
         """Of people scanned twice within a year."""
         return retest(self.people, self.held_out.age_N, self.held_out.raw_N)
 
+    def judgements(self, fold: str) -> list[Json]:
+        """What was written down of a fold's network whenever it was judged, while it learnt."""
+        path = self.folder / "folds" / fold / "metrics.jsonl"
+        return [line for line in read_lines(path) if line["kind"] == "test"] if path.is_file() else []
+
     def corrected(self) -> dict[str, Array]:
         """Raw predictions and those of the calibrations that were not refused."""
         known = {"raw": self.held_out.raw_N, "pooled": self.held_out.pooled_N, "sex-specific": self.held_out.by_sex_N}
         return {name: values for name, values in known.items() if not np.isnan(values).any()}
-
-    def group(self, function: Callable[[Scan], Any]) -> list[Any]:
-        """Something about every tested scan."""
-        return [function(scan) for scan in self.scans]
 
 
 def _config(folder: Path) -> Json:
@@ -169,3 +173,87 @@ def _config(folder: Path) -> Json:
     if config.get("task") != "brain age":
         raise UserError(f"{folder} is a run of another task: name one that `ermoe brain train` wrote")
     return config
+
+
+def over_folds(estimate: Estimate, scans: Sequence[Scan], splits: Splits) -> Array:
+    """An estimate for every scan from the folds that test it; NaN for those nobody tests."""
+    position = {scan.key: number for number, scan in enumerate(scans)}
+    found = np.full((splits.num_folds, len(scans)), np.nan)
+    for fold in range(splits.num_folds):
+        train, test = splits.select(scans, fold, "train"), splits.select(scans, fold, "test")
+        for scan, age in zip(test, estimate(train, test), strict=True):
+            found[fold, position[scan.key]] = age
+    return mean_of_known(found)
+
+
+def mean_age(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:
+    """Everybody is as old as the training people on average."""
+    return [_mean(train)] * len(test)
+
+
+def by_label(label: Callable[[Scan], str | None]) -> Estimate:
+    """Everybody is as old as the training people of the same label; an unknown label means all of them."""
+
+    def estimate(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:
+        own: dict[str | None, list[Scan]] = {}
+        for scan in train:
+            own.setdefault(label(scan), []).append(scan)
+        return [_mean(own.get(label(scan)) or train) for scan in test]
+
+    return estimate
+
+
+def tissue_ridge(cache: VolumeCache) -> Estimate:
+    """Ridge regression on the volumes of white matter, grey matter and fluid, absolute and as shares of the brain."""
+
+    def estimate(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:
+        from sklearn.linear_model import RidgeCV
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        model = make_pipeline(StandardScaler(), RidgeCV(alphas=np.logspace(-2, 3, 26)))
+        model.fit(_features(cache, train), [scan.age for scan in train])
+        return [float(age) for age in model.predict(_features(cache, test))]
+
+    return estimate
+
+
+def labels(scans: Sequence[Scan]) -> dict[str, Callable[[Scan], str | None]]:
+    """What could stand for a scanner or a batch: the site, and every column of the table with a few levels.
+
+    Columns that begin with "age" are left out: a group of ages predicts age because it is one.
+
+    >>> from pathlib import Path
+    >>> scans = [Scan(f"sub-{i}", None, Path(), columns={"batch": "AB"[i % 2], "id": str(i)}) for i in range(8)]
+    >>> list(labels(scans))
+    ['batch']
+    >>> list(labels([*scans, Scan("sub-9", None, Path(), site="one"), Scan("sub-10", None, Path(), site="other")]))
+    ['site', 'batch']
+    """
+    found: dict[str, Callable[[Scan], str | None]] = {}
+    if len({scan.site for scan in scans if scan.site is not None}) > 1:
+        found["site"] = lambda scan: scan.site
+    for column in dict.fromkeys(name for scan in scans for name in scan.columns):
+        if not column.casefold().startswith("age") and _is_label([scan.columns.get(column) for scan in scans]):
+            found[column] = lambda scan, column=column: scan.columns.get(column)  # type: ignore[misc]
+    return found
+
+
+def _is_label(values: Sequence[str | None]) -> bool:
+    """At least two levels that several scans have, and not too many levels."""
+    counts = Counter(value for value in values if value is not None)
+    return sum(count > 1 for count in counts.values()) >= 2 and len(counts) <= _MOST_LEVELS
+
+
+def _features(cache: VolumeCache, scans: Sequence[Scan]) -> Array:
+    rows = []
+    for scan in scans:
+        tissue = cache.volume(scan, with_tissue=True).tissue_3XYZ
+        assert tissue is not None
+        litres = np.asarray(tissue, dtype=np.float64).sum((1, 2, 3)) * cache.preprocessing.spacing_mm**3 / 1e6
+        rows.append([*litres, *(litres / litres.sum())])
+    return np.array(rows)
+
+
+def _mean(scans: Sequence[Scan]) -> float:
+    return statistics.fmean(scan.age for scan in scans if scan.age is not None)

@@ -26,17 +26,17 @@ from torch import Tensor
 
 from ermoe.brain.data.preprocess import Volume, isolate
 from ermoe.brain.data.scans import TISSUES
-from ermoe.brain.data.settings import BLOCK
+from ermoe.brain.recipes import BLOCK
 from ermoe.errors import UserError
 
 VERSION = 3
 """Raised whenever a scan comes to look different to a network, so that inputs that were kept are made anew."""
-_TYPICAL_SHARES = (0.35, 0.45, 0.20)  # inside usual brain masks
+_TYPICAL_SHARES = (0.35, 0.45, 0.20)  # of wm, gm, csf inside usual brain masks
 _BLOCK_SPREAD, _BRAIN_SPREAD = 0.3, 0.03  # of shares over blocks and over people
 _LIMIT = 4.0
 _NUM_BINS = 200
 _ITERATIONS = 60
-_USUAL_SHARES = (0.15, 0.50, 0.35)  # from dark to bright, as intensities are sorted
+_FIRST_SHARES = (0.35, 0.50, 0.15)  # of wm, gm, csf, from which expectation–maximisation begins
 _TRIM = 0.002  # of the intensities at either end, which vessels, skin and noise occupy
 
 
@@ -97,9 +97,9 @@ def _means(intensity: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     """Expectation–maximisation on the histogram, from the quantiles that usual shares of tissue suggest."""
     if intensity.size < 2 * _NUM_BINS:
         raise UserError(f"a brain mask of {intensity.size} voxels is too small to tell tissues apart")
-    share_M = np.array(_USUAL_SHARES)
-    levels = [_TRIM, *(share_M.cumsum() - share_M / 2), 1 - _TRIM]
-    low, *middle, high = np.quantile(intensity, levels)
+    share_M = np.array(_FIRST_SHARES)
+    middle_M = 1 - (share_M.cumsum() - share_M / 2)  # white matter is the brightest
+    low, *middle, high = np.quantile(intensity, [_TRIM, *middle_M, 1 - _TRIM])
     if not high > low:
         raise UserError("the voxels inside the brain mask are all equal: this is no T1 scan")
     count_N, edge_N = np.histogram(intensity, _NUM_BINS, (low, high))
@@ -123,10 +123,11 @@ def voxels(volume: Volume) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.array(volume.t1_XYZ)), torch.from_numpy(np.array(volume.mask_XYZ))
 
 
-def whole_input(kind: str, t1_XYZ: Tensor, mask_XYZ: Tensor) -> tuple[Tensor, Tensor]:
-    """The network's input for one brain, (C, X, Y, Z), and its mask."""
-    seen, shown = network_input(kind, t1_XYZ.unsqueeze(0), mask_XYZ.unsqueeze(0))
-    return seen[0], shown[0]
+def single_input(kind: str, t1_XYZ: Tensor, mask_XYZ: Tensor, only_XYZ: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`network_input` of one brain, (C, x, y, z), and its mask."""
+    only_BXYZ = None if only_XYZ is None else only_XYZ.unsqueeze(0)
+    seen, kept = network_input(kind, t1_XYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), only_BXYZ)
+    return seen[0], kept[0]
 
 
 def isolated_input(kind: str, volume: Volume, region: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +140,4 @@ def isolated_input(kind: str, volume: Volume, region: int) -> tuple[Tensor, Tens
     only = torch.from_numpy(np.asarray(volume.tissue_3XYZ[region]) > 0.5)
     if kind == "t1":
         return torch.from_numpy(np.array(isolate(volume, TISSUES[region]))).unsqueeze(0) * only, only
-    t1, mask = voxels(volume)
-    seen, kept = network_input(kind, t1.unsqueeze(0), mask.unsqueeze(0), only.unsqueeze(0))
-    return seen[0], kept[0]
+    return single_input(kind, *voxels(volume), only)

@@ -1,10 +1,11 @@
-"""One network learning: isolated tissues first if asked, then whole scans; every stage a run that can go on."""
+"""One network: built, begun, and learning, isolated tissues first if asked, then whole scans; each stage can go on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort
@@ -20,14 +21,57 @@ from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
-from ermoe.brain.recipes import Recipe
+from ermoe.brain.model import BrainAgeModel
+from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, Recipe, reduction
 from ermoe.brain.regions import point_prototypes
+from ermoe.brain.rivals.sfcn import SFCN
+from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.errors import UserError
 from ermoe.files import to_json
 from ermoe.models.io import load, load_state
+from ermoe.models.upcycle import restart_ffns, upcycle
+from ermoe.models.vit3d import ViT3D
 from ermoe.train.compute import Compute
 from ermoe.train.loop import train
 from ermoe.train.run_folder import RunFolder
+
+
+def age_head(recipe: Recipe, ages: Iterable[float]) -> AgeHead:
+    """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
+    known = [*ages, *recipe.phantoms.ages]
+    if recipe.head == "regression":
+        return AgeRegression(mean=sum(known) / len(known), scale=max(1.0, (max(known) - min(known)) / 4))
+    low, high = 5 * math.floor((min(known) - 5) / 5), 5 * math.ceil((max(known) + 5) / 5)
+    if recipe.head == "bins-l1":
+        return AgeBins(low, high, recipe.step, labels="hard", l1=recipe.l1 or 0.1)
+    return AgeBins(low, high, recipe.step, sigma=recipe.sigma, l1=recipe.l1)
+
+
+def build(recipe: Recipe, head: AgeHead) -> nn.Module:
+    """The network before training; its weights are a function of the seed."""
+    seed = recipe.training.seed
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = _dense(recipe, head.num_outputs)
+    generator = torch.Generator().manual_seed(seed)
+    if recipe.method not in WITHOUT_CUBES:
+        restart_ffns(network, generator)
+    if not recipe.has_experts:
+        return network
+    score = "eigenbasis" if recipe.method == "ermoe-context" else "prototype"
+    return upcycle(network, init="same", inplace=True, generator=generator, score=score, **recipe.sparsity)
+
+
+def _dense(recipe: Recipe, num_outputs: int) -> nn.Module:
+    common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": CHANNELS[recipe.input]}
+    own = recipe.rivals.get(recipe.method, {})
+    if recipe.method == "sfcn":
+        return SFCN(**common, **own)
+    if recipe.method == "swin3d":
+        return Swin3D(**common, **own)
+    coarser = reduction(recipe.input)
+    volume_size = [math.ceil(edge / coarser) for edge in recipe.preprocessing.shape]
+    return ViT3D(volume_size, **common, **{**recipe.size, "patch_size": recipe.patch_size // coarser})
 
 
 def learn_regions(recipe: Recipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
@@ -63,13 +107,6 @@ def phantom_scans(recipe: Recipe, archive: Archive, compute: Compute) -> tuple[S
 
     synthesize(root, phantoms.subjects, phantoms.seed, ages=phantoms.ages, spacing_mm=spacing_mm, on_subject=show)
     return open_cohort(root).with_age
-
-
-@torch.no_grad()
-def _answer_with_prior(network: Any, head: AgeHead, age_N: Tensor) -> None:
-    """Sets the last bias to what is known without a scan, and the last weights to zero."""
-    network.head.weight.zero_()
-    network.head.bias.copy_(head.prior(age_N))
 
 
 def learn_phantoms(recipe: Recipe, head: AgeHead, archive: Archive, compute: Compute) -> nn.Module:
@@ -122,17 +159,16 @@ def start(
     One that has learnt nothing yet answers with the ages ``age_N`` it will learn from: what is left to find is how
     people differ from the usual age, and the less it finds, the nearer to that it stays.
     """
-    if init == "random":
-        network = recipe.build(head)
-        _answer_with_prior(network, head, age_N)
-        return network
     if init == "phantom":
         return learn_phantoms(recipe, head, archive, compute)
-    from ermoe.brain.model import BrainAgeModel
-
+    network: Any = recipe.build(head)
+    if init == "random":
+        with torch.no_grad():
+            network.head.weight.zero_()
+            network.head.bias.copy_(head.prior(age_N))
+        return network
     other = BrainAgeModel.load(init)
     if (other.head, other.input, other.preprocessing) != (head, recipe.input, recipe.preprocessing):
         raise UserError(f"{init} reads ages or scans in another way: use the same head, bins, input and grid as it")
-    network = recipe.build(head)
     load_state(network, other.networks[other.fold_without(strangers)].state_dict(), source=init)
     return network

@@ -128,20 +128,20 @@ def _sums(age_N: Array, predicted_N: Array) -> Array:
 
 
 def _from_sums(sums_DS: Array) -> dict[str, Array]:
-    """Every figure of D samples; ages are centred on 60 nowhere because float64 has digits enough for them."""
+    """Every figure of D samples; ages need not be centred, since float64 has digits enough for them."""
     mean = (sums_DS / sums_DS[:, :1]).T
     _, absolute, gap, squared_gap, age, squared_age, predicted, squared_predicted, product, age_gap = mean
-    age_variance = squared_age - age**2
-    predicted_variance = squared_predicted - predicted**2
-    gap_variance = squared_gap - gap**2
+    age_variance = np.maximum(squared_age - age**2, 0)
+    predicted_variance = np.maximum(squared_predicted - predicted**2, 0)
+    gap_variance = np.maximum(squared_gap - gap**2, 0)
     covariance = product - age * predicted
     slope = _ratio(covariance, age_variance)
     return {
         "mae": absolute,
         "rmse": np.sqrt(squared_gap),
         "r2": 1 - _ratio(squared_gap, age_variance),
-        "r": _ratio(covariance, np.sqrt(_positive(age_variance) * _positive(predicted_variance))),
-        "gap_age_r": _ratio(age_gap - age * gap, np.sqrt(_positive(age_variance) * _positive(gap_variance))),
+        "r": _ratio(covariance, np.sqrt(age_variance * predicted_variance)),
+        "gap_age_r": _ratio(age_gap - age * gap, np.sqrt(age_variance * gap_variance)),
         "slope": slope,
         "intercept": predicted - slope * age,
         "bias": gap,
@@ -150,10 +150,6 @@ def _from_sums(sums_DS: Array) -> dict[str, Array]:
 
 def _ratio(above: Array, below: Array) -> Array:
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 1e-9)
-
-
-def _positive(values: Array) -> Array:
-    return np.maximum(values, 0)
 
 
 def _per_person(people: Sequence[Hashable], values_NS: Array) -> Array:

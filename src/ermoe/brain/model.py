@@ -1,32 +1,43 @@
-"""A trained estimator: its networks, one a fold, and everything without which they would mean nothing.
+"""A trained estimator: its networks, one a fold, all without which they would mean nothing, and the ages it predicts.
 
-A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each fold.
+A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each fold. No prediction stops at a scan that
+cannot be used: its row says why.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ermoe._version import __version__
-from ermoe.brain.age_head import AgeBins, AgeHead, age_head
-from ermoe.brain.calibration import AgeCalibration, Line
-from ermoe.brain.data.scans import canonical_id
-from ermoe.brain.data.settings import Preprocessing
-from ermoe.brain.data.splits import Splits
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, stored_head
+from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
+from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
+from ermoe.brain.inputs import network_input, voxels
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json, read_json, to_json, write_json
 from ermoe.models.io import load, save
+from ermoe.train.loader import Request, prepared
+from ermoe.train.run_folder import RunFolder
 
+_log = logging.getLogger("ermoe")
+Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
+_PLAIN = (
+    "head", "input", "preprocessing", "patch_size", "age_range", "mask_sources", "temperature", "facts", "parts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +71,32 @@ class BrainAgeModel:
     temperature: float
     facts: Mapping[str, Any]
 
+    def parts_of(self, participant_id: str) -> dict[str, str]:
+        """A person's part in each fold, by its name; nothing for people who were not in the training set."""
+        parts = self.parts.get(hashed_id(participant_id))
+        return {} if parts is None else dict(zip(self.networks, parts, strict=True))
+
     def folds_for(self, participant_id: str) -> tuple[list[str], bool]:
         """The folds that may judge a person, and whether the person was seen by some of the others.
 
         Nobody is judged by a network that has learnt from them, unless there is no other.
         """
-        parts = self.parts.get(hashed_id(participant_id))
-        names = list(self.networks)
-        if parts is None:
-            return names, False
-        unseen = [name for name, part in zip(names, parts, strict=True) if part == "test"]
-        return unseen or names, any(part != "test" for part in parts)
-
-    def knows(self, participant_id: str) -> bool:
-        """Whether a person was in the training set, in whatever part."""
-        return hashed_id(participant_id) in self.parts
-
-    def is_tested_by(self, participant_id: str, folds: Iterable[str]) -> bool:
-        """Whether none of these folds has learnt from a person of the training set."""
-        part_of = dict(zip(self.networks, self.parts[hashed_id(participant_id)], strict=True))
-        return all(part_of[fold] == "test" for fold in folds)
+        parts = self.parts_of(participant_id)
+        unseen = [name for name, part in parts.items() if part == "test"]
+        return unseen or list(self.networks), len(unseen) < len(parts)
 
     def fold_without(self, people: Sequence[str]) -> str:
         """The first fold whose network has learnt from none of these people; `UserError` if there is none."""
-        known = {person: parts for person in people if (parts := self.parts.get(hashed_id(person))) is not None}
-        names = list(self.networks)
-        learnt = [[person for person, parts in known.items() if parts[fold] != "test"] for fold in range(len(names))]
-        fewest = min(learnt, key=len)
-        if fewest:
+        known = {person: parts for person in people if (parts := self.parts_of(person))}
+        learnt = {fold: [who for who, parts in known.items() if parts[fold] != "test"] for fold in self.networks}
+        best = min(learnt, key=lambda fold: len(learnt[fold]))
+        if fewest := learnt[best]:
             shown = ", ".join(fewest[:5]) + (", …" if len(fewest) > 5 else "")
             raise UserError(
                 f"every network to start from has learnt from people who are to be held out ({shown}): start from a "
                 "model of other people, or split as it did (same folds and fold seed)"
             )
-        return names[learnt.index([])]
+        return best
 
     @torch.no_grad()
     def outputs(self, volume_BCXYZ: Tensor, mask_BXYZ: Tensor, folds: Sequence[str]) -> Tensor:
@@ -109,12 +112,11 @@ class BrainAgeModel:
         """The mean over folds of the predicted ages, (B,)."""
         return torch.stack([self.head.age(output_BK) for output_BK in output_FBK]).mean(0)
 
-    def intervals(self, output_FBK: Tensor, level: float = 0.9) -> Tensor | None:
+    def intervals(self, output_FBK: Tensor) -> Tensor | None:
         """Lower and upper limits (B, 2) from the bins' mean probabilities; None for a regression."""
         if not isinstance(self.head, AgeBins):
             return None
-        probability_BK = self.head.probability(output_FBK, self.temperature).mean(0)
-        return self.head.quantiles(probability_BK, [(1 - level) / 2, (1 + level) / 2])
+        return self.head.interval(self.head.probability(output_FBK, self.temperature).mean(0))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes everything; the description last, so that a folder that has one is complete."""
@@ -125,32 +127,24 @@ class BrainAgeModel:
             "format": _FORMAT,
             "ermoe_version": __version__,
             "folds": list(self.networks),
-            "head": to_json(self.head),
-            "input": self.input,
-            "preprocessing": to_json(self.preprocessing),
-            "patch_size": self.patch_size,
-            "age_range": list(self.age_range),
-            "mask_sources": list(self.mask_sources),
             "calibration": _stored(self.calibration),
             "calibration_of_fold": {fold: _stored(own) for fold, own in self.calibration_of_fold.items()},
-            "temperature": self.temperature,
-            "facts": dict(self.facts),
-            "parts": {person: list(parts) for person, parts in self.parts.items()},
+            **{name: to_json(getattr(self, name)) for name in _PLAIN},
         }
         write_json(folder / _DESCRIPTION, description)
 
     @classmethod
     def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
-        folder = Path(place)
-        folder = folder if (folder / _DESCRIPTION).is_file() else folder / "model"
-        description = _read(folder, place)
+        run = RunFolder(Path(place))
+        folder = run.final if run.config.is_file() else run.folder
+        description = _read(folder / _DESCRIPTION)
         source = str(folder / _DESCRIPTION)
         low, high = description["age_range"]
         return cls(
             networks={name: load(folder / name, device=device).eval() for name in description["folds"]},
             preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
-            head=age_head(description["head"], source=source),
+            head=stored_head(description["head"], source=source),
             input=description["input"],
             patch_size=description["patch_size"],
             parts={person: tuple(parts) for person, parts in description["parts"].items()},
@@ -175,10 +169,9 @@ def _calibration(stored: Json | None, source: str) -> AgeCalibration | None:
     return AgeCalibration({name: from_json(Line, line, source=source) for name, line in stored.items()})
 
 
-def _read(folder: Path, place: str | os.PathLike[str]) -> Json:
-    path = folder / _DESCRIPTION
+def _read(path: Path) -> Json:
     if not path.is_file():
-        raise UserError(f"{place} holds no brain-age model: name a run of `ermoe brain train` that is finished")
+        raise UserError(f"{path.parent} holds no brain-age model: name a run of `ermoe brain train` that is finished")
     description: Json = read_json(path, "train the model again, or copy it again")
     if description.get("format") != _FORMAT:
         raise UserError(f"{path} has format {description.get('format')}, this version reads {_FORMAT}: train it again")
@@ -194,6 +187,129 @@ def hashed_id(participant_id: str) -> str:
     return hashlib.sha256(f"ermoe brain age {canonical_id(participant_id)}".encode()).hexdigest()[:16]
 
 
-def hashed_parts(splits: Splits) -> dict[str, tuple[str, ...]]:
-    """Everybody's parts, under hashed ids."""
-    return {hashed_id(person): tuple(parts) for person, parts in splits.parts.items()}
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One scan's row. Numbers are NaN where there is none; ``problem`` says why a scan has no age."""
+
+    participant_id: str
+    session_id: str | None
+    scan: str
+    age: float
+    """Chronological, if the table has one."""
+    sex: str | None
+    brain_age: float = math.nan
+    """Raw: the mean over folds of the expectation."""
+    brain_age_low: float = math.nan
+    brain_age_high: float = math.nan
+    """Limits of the 90 % interval."""
+    brain_age_calibrated: float = math.nan
+    """By the pooled line of held-out people; needs no age."""
+    brain_age_calibrated_sex: float = math.nan
+    """By the line of the scan's sex."""
+    gap: float = math.nan
+    """Raw brain age minus age."""
+    fold_sd: float = math.nan
+    """Standard deviation over the folds that judged."""
+    num_folds: int = 0
+    mask_source: str | None = None
+    seen_in_training: bool = False
+    """The person was: only folds that had not learnt from them judge, if there are such."""
+    outside_age_range: bool = False
+    """Age, or where it is unknown brain age, outside of those in training."""
+    unusual_mask: bool = False
+    """No training scan had its mask from this source."""
+    unlike_t1: bool = False
+    """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
+    problem: str = ""
+
+    @classmethod
+    def of(cls, scan: Scan, **found: Any) -> Prediction:
+        """The row of a scan with what was found, or with the problem that kept anything from being found."""
+        age = math.nan if scan.age is None else scan.age
+        return cls(scan.participant_id, scan.session_id, str(scan.t1), age, scan.sex, **found)
+
+
+def predict(
+    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None, workers: int = 0
+) -> Iterator[Prediction]:
+    """A row for every scan, as it is ready.
+
+    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead.
+    """
+    reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
+    requests = [(0, np.array([number])) for number in range(len(scans))]
+    warned: set[str | None] = set()
+    volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
+    for scan, volume in zip(scans, volumes, strict=True):
+        row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume))
+        if isinstance(row, str):
+            row = Prediction.of(scan, problem=row)
+        elif row.unusual_mask and row.mask_source not in warned:
+            warned.add(row.mask_source)
+            _log.warning(
+                "brain masks from %r: the model was trained with masks from %s, which cut brains out differently",
+                row.mask_source,
+                ", ".join(model.mask_sources),
+            )
+        yield row
+
+
+def _read_one(scans: Sequence[Scan], read: Callable[[Scan], Volume], request: Request) -> Volume | str:
+    """Prepares a scan, in this process or in another: its volume, or why there is none."""
+    scan = scans[int(request[1][0])]
+    return _attempt(scan, partial(read, scan))
+
+
+def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
+    """What comes of it, or why nothing does: whatever it is, the scans after this one are still to be judged."""
+    try:
+        return work()
+    except UserError as reason:
+        return str(reason)
+    except Exception as reason:
+        _log.debug("%s", scan.key, exc_info=True)
+        return f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})"
+
+
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
+    folds, seen = model.folds_for(scan.participant_id)
+    seen_BCXYZ, mask_BXYZ = network_input(model.input, *(part.unsqueeze(0) for part in voxels(volume)))
+    output_FBK = model.outputs(seen_BCXYZ, mask_BXYZ, folds)
+    raw = float(model.ages(output_FBK)[0])
+    if not math.isfinite(raw):
+        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
+    single_F = torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK])
+    limits_B2 = model.intervals(output_FBK)
+    low, high = (math.nan, math.nan) if limits_B2 is None else limits_B2[0].tolist()
+    youngest, oldest = model.age_range
+    known_age = raw if scan.age is None else scan.age
+    return Prediction.of(
+        scan,
+        brain_age=raw,
+        brain_age_low=low,
+        brain_age_high=high,
+        **_calibrated(model, scan, raw, dict(zip(folds, single_F.tolist(), strict=True))),
+        gap=math.nan if scan.age is None else raw - scan.age,
+        fold_sd=float(single_F.std(unbiased=False)),
+        num_folds=len(folds),
+        mask_source=volume.mask_source,
+        seen_in_training=seen,
+        outside_age_range=not youngest <= known_age <= oldest,
+        unusual_mask=volume.mask_source not in model.mask_sources,
+        unlike_t1=not looks_like_t1(volume.t1_XYZ, volume.mask_XYZ, model.preprocessing.spacing_mm),
+    )
+
+
+def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
+    """New people get the line of everybody held out; people of the training set those that never saw their ages."""
+    pairs = [(model.calibration, raw)]
+    if parts := model.parts_of(scan.participant_id):
+        tested = [(fold, age) for fold, age in raw_of_fold.items() if parts[fold] == "test"]
+        pairs = [(model.calibration_of_fold[fold], age) for fold, age in tested]
+    lines = [(line, age) for line, age in pairs if line is not None]
+    if not lines:
+        return {}
+    return {
+        "brain_age_calibrated": float(np.mean([line.pooled([age])[0] for line, age in lines])),
+        "brain_age_calibrated_sex": float(np.mean([line.by_sex([age], [scan.sex])[0] for line, age in lines])),
+    }

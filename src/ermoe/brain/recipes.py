@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import tyro
 
-from ermoe.brain.data.settings import InputKind, Preprocessing, VolumeAugmentation, num_channels, reduction
+from ermoe.brain.data.scans import Preprocessing
 from ermoe.errors import UserError
 from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ermoe.brain.age_head import AgeHead
+    from ermoe.brain.ages import AgeHead
     from ermoe.brain.estimation import Estimation, Lesson
     from ermoe.train.compute import Compute
 
@@ -28,6 +28,54 @@ NETWORKS: tuple[Method, ...] = get_args(Method)
 WITHOUT_CUBES = ("swin3d", "sfcn")
 """These need every voxel."""
 HeadKind = Literal["bins", "bins-l1", "regression"]
+InputKind = Literal["t1", "contrast", "blocks"]
+"""What a network may be given: the normalised T1; shares of white matter and fluid in every voxel; or shares of white
+matter, grey matter and fluid in blocks of voxels and in the whole brain."""
+BLOCK = 4
+"""Voxels along the edge of a block."""
+CHANNELS: dict[str, int] = {"t1": 1, "contrast": 2, "blocks": 6}
+"""Of each input."""
+
+
+def reduction(kind: str) -> int:
+    """By how much an input is coarser than the volume, along each axis.
+
+    >>> reduction("t1"), reduction("blocks")
+    (1, 4)
+    """
+    return BLOCK if kind == "blocks" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeAugmentation:
+    """Pose and size, bias field, gamma and noise, by MONAI; left–right flips only if asked for, since brains differ.
+
+    Args:
+        rotate_degrees: about each axis, up to this.
+        scale: of each axis, up to this share.
+        shift_mm: along each axis, up to this.
+        bias_field: largest coefficient of the polynomial of degree 3 whose exponential multiplies the brain.
+        gamma: contrast exponents from 1 / (1 + gamma) to 1 + gamma.
+        noise: largest deviation of Gaussian noise, in deviations of the brain's intensity.
+        flip: mirror left and right for every second scan.
+        probability: of each change.
+    """
+
+    rotate_degrees: float = 10.0
+    scale: float = 0.05
+    shift_mm: float = 6.0
+    bias_field: float = 0.3
+    gamma: float = 0.25
+    noise: float = 0.1
+    flip: bool = False
+    probability: float = 0.8
+
+    def __post_init__(self) -> None:
+        amounts = (self.rotate_degrees, self.scale, self.shift_mm, self.bias_field, self.gamma, self.noise)
+        if min(amounts) < 0 or self.scale >= 1:
+            raise UserError(f"{self}: need amounts of 0 or more, and a scale below 1")
+        if not 0 <= self.probability <= 1:
+            raise UserError(f"probability={self.probability}: need 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +147,8 @@ class Recipe:
             raise UserError(f"there is no method {self.method!r}: use one of {', '.join(NETWORKS)}")
         if self.head not in get_args(HeadKind):
             raise UserError(f"there is no head {self.head!r}: use one of {', '.join(get_args(HeadKind))}")
-        num_channels(self.input)
+        if self.input not in CHANNELS:
+            raise UserError(f"input={self.input!r}: use one of {', '.join(CHANNELS)}")
         if self.method in WITHOUT_CUBES and self.input == "blocks":
             raise UserError(f"{self.method} needs every voxel: use input 'contrast' or 't1'")
         if self.patch_size < 1 or self.patch_size % reduction(self.input):
@@ -126,13 +175,13 @@ class Recipe:
 
     def age_head(self, ages: Iterable[float]) -> AgeHead:
         """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
-        from ermoe.brain.build import age_head
+        from ermoe.brain.learning import age_head
 
         return age_head(self, ages)
 
     def build(self, head: AgeHead) -> nn.Module:
         """The network before training; its weights are a function of the seed."""
-        from ermoe.brain.build import build
+        from ermoe.brain.learning import build
 
         return build(self, head)
 
@@ -157,7 +206,7 @@ def small(method: Method) -> Recipe:
 
     Run: ``ermoe brain train BIDS``. Few and small steps, from the usual age: with so few people, a network that goes
     further learns them by heart. The head reads the mean of the cubes, which learns within far fewer steps than a class
-    token. What was tried: docs/brain-age.md.
+    token. What other settings gave: docs/brain-age.md.
     """
     return Recipe(
         method,

@@ -26,7 +26,7 @@ from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
 
 NUM_REGIONS = len(TISSUES)
-_SHARPNESS = 0.1
+_RECOGNITION_TEMPERATURE = 0.1
 
 
 def expert_name(expert: int) -> str:
@@ -39,18 +39,15 @@ def expert_name(expert: int) -> str:
 
 
 @contextmanager
-def forced(model: nn.Module, expert_G: Tensor) -> Iterator[list[Routing]]:
-    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``; yields what they did."""
-    layers = _eigen_layers(model)
-    routings: list[Routing] = []
-    for layer in layers.values():
+def forced(model: nn.Module, expert_G: Tensor) -> Iterator[None]:
+    """Within the block, every layer sends all tokens of volume g to expert ``expert_G[g]``."""
+    layers = _eigen_layers(model).values()
+    for layer in layers:
         layer.forced_G = expert_G
-        layer.observers.append(routings.append)
     try:
-        yield routings
+        yield
     finally:
-        for layer in layers.values():
-            layer.observers.remove(routings.append)
+        for layer in layers:
             layer.forced_G = None
 
 
@@ -98,7 +95,7 @@ def _recognition_loss(
         score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)
     else:
         score_TE = score(x_GSD[cube_GS], None if context_GSD is None else context_GSD[cube_GS], basis_EDR)
-    return nn.functional.cross_entropy(score_TE / _SHARPNESS, own_GS[cube_GS])
+    return nn.functional.cross_entropy(score_TE / _RECOGNITION_TEMPERATURE, own_GS[cube_GS])
 
 
 class ProbedEstimation(Estimation):
@@ -201,45 +198,43 @@ class RegionProbe:
         }
 
 
-@torch.no_grad()
 def probe_regions(model: nn.Module, loader: Loader[VolumeBatch]) -> RegionProbe:
     """Which experts isolated tissues of held-out people score highest: tokens that contain the tissue, no offsets."""
+    found: list[list[Tensor]] = [[] for _ in TISSUES]
+    for batch, score_GSE, real_GS in _scored(model, loader):
+        assert batch.region_B is not None
+        for region, own in enumerate(found):
+            own.append(score_GSE[real_GS & (batch.region_B.cpu() == region).unsqueeze(1)])
+    wm_TE, gm_TE, csf_TE = (torch.cat(own) for own in found)
+    mean_RE = torch.stack([score_TE.sum(0) / max(1, len(score_TE)) for score_TE in (wm_TE, gm_TE, csf_TE)])
+    return RegionProbe(mean_RE, (len(wm_TE), len(gm_TE), len(csf_TE)))
+
+
+@torch.no_grad()
+def _scored(model: nn.Module, loader: Loader[VolumeBatch]) -> Iterator[tuple[VolumeBatch, Tensor, Tensor]]:
+    """Every batch with the plain scores (G, S − 1, E) of its cubes at the last expert layer, in float64, and which of
+    them are real; the class token is left out."""
     layers = moe_layers(model)
     if not layers:
         raise UserError("the region probe needs a model with experts: this one has none")
     layer = list(layers.values())[-1]
     routings: list[Routing] = []
-    total_RE = torch.zeros(NUM_REGIONS, layer.experts.num_experts, dtype=torch.float64)
-    count_R = torch.zeros(NUM_REGIONS, dtype=torch.float64)
     model.eval()
     layer.observers.append(routings.append)
     try:
         for (batch,) in loader.epoch():
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
-            score_GSE, real_GS = _token_scores(routings.pop(), len(batch.age_B))
-            assert batch.region_B is not None
-            for region in range(NUM_REGIONS):
-                wanted_GS = real_GS & (batch.region_B.cpu() == region).unsqueeze(1)
-                total_RE[region] += score_GSE[wanted_GS].sum(0)
-                count_R[region] += wanted_GS.sum()
+            routing, num_groups = routings.pop(), len(batch.age_B)
+            assert routing.score_TE is not None
+            score_GSE = routing.score_TE.double().cpu().view(num_groups, -1, routing.num_experts)
+            real_GS = torch.ones(score_GSE.shape[:2], dtype=torch.bool)
+            if routing.mask_T is not None:
+                real_GS = routing.mask_T.cpu().view(num_groups, -1)
+            yield batch, score_GSE[:, 1:], real_GS[:, 1:]
     finally:
         layer.observers.remove(routings.append)
-    counts = count_R.long().tolist()
-    return RegionProbe(total_RE / count_R.clamp_min(1).unsqueeze(1), (counts[0], counts[1], counts[2]))
 
 
-def _token_scores(routing: Routing, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Scores (G, S − 1, E) of the cubes in float64 and which of them are real, the class token left out."""
-    assert routing.score_TE is not None
-    score_GSE = routing.score_TE.detach().double().cpu().view(num_groups, -1, routing.num_experts)
-    if routing.mask_T is None:
-        real_GS = torch.ones(score_GSE.shape[:2], dtype=torch.bool)
-    else:
-        real_GS = routing.mask_T.cpu().view(num_groups, -1)
-    return score_GSE[:, 1:], real_GS[:, 1:]
-
-
-@torch.no_grad()
 def tissue_score_correlation(
     model: nn.Module, volumes: ScanSet, compute: Compute | None = None, *, patch_size: int
 ) -> Tensor:
@@ -247,20 +242,12 @@ def tissue_score_correlation(
 
     ``volumes`` is a `ScanSet` of whole scans that have tissue maps; the last expert layer is read.
     """
-    layer = list(moe_layers(model).values())[-1]
-    routings: list[Routing] = []
     shares, scores = [], []
-    model.eval()
-    layer.observers.append(routings.append)
-    try:
-        for number, (batch,) in enumerate(every_scan(volumes, compute, batch_size=1).epoch()):
-            model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
-            (score_SE,), (real_S,) = _token_scores(routings.pop(), 1)
-            shares.append(_cube_shares(volumes, number, patch_size)[real_S])
-            scores.append(score_SE[real_S])
-    finally:
-        layer.observers.remove(routings.append)
-    return _correlation(torch.cat(shares), torch.cat(scores))
+    for number, (_, (score_SE,), (real_S,)) in enumerate(_scored(model, every_scan(volumes, compute, batch_size=1))):
+        shares.append(_cube_shares(volumes, number, patch_size)[real_S])
+        scores.append(score_SE[real_S])
+    variable_VN = torch.cat([torch.cat(shares), torch.cat(scores)], dim=1).T
+    return torch.corrcoef(variable_VN)[:NUM_REGIONS, NUM_REGIONS:].nan_to_num(0.0)  # 0 for what never changes
 
 
 def _cube_shares(volumes: ScanSet, index: int, patch_size: int) -> Tensor:
@@ -269,10 +256,3 @@ def _cube_shares(volumes: ScanSet, index: int, patch_size: int) -> Tensor:
     tissue = torch.tensor(volume.tissue_3XYZ).unsqueeze(0).float()
     pooled = nn.functional.avg_pool3d(tissue, patch_size, ceil_mode=True, count_include_pad=True)
     return pooled.flatten(2)[0].T.double()
-
-
-def _correlation(a_NR: Tensor, b_NE: Tensor) -> Tensor:
-    a_NR, b_NE = a_NR - a_NR.mean(0), b_NE - b_NE.mean(0)
-    product_RE = a_NR.T @ b_NE
-    length_RE = a_NR.norm(dim=0).unsqueeze(1) * b_NE.norm(dim=0)
-    return torch.where(length_RE > 1e-12, product_RE / length_RE.clamp_min(1e-12), torch.zeros_like(product_RE))

@@ -15,17 +15,16 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ermoe.brain.age_head import AgeBins, AgeHead, fit_temperature
-from ermoe.brain.calibration import AgeCalibration
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, fit_temperature
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.splits import Splits
+from ermoe.brain.metrics import Array
 from ermoe.errors import UserError
 from ermoe.files import replacing
 
-Array = NDArray[np.float64]
-LEVEL = 0.9
-"""Of the prediction intervals."""
 _CALIBRATION_FITS = ("held-out", "train")
+_Basis = Sequence[tuple[int, NDArray[np.int64]]]
+"""Whose predictions may be used to correct others: folds, and rows of the scans they judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +124,8 @@ class HeldOut:
 
 def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
     """Predictions of tested people; what corrects a fold's people was fitted without their ages."""
-    num = len(outputs.scans)
-    columns = {
-        name: np.full((outputs.splits.num_folds, num), np.nan) for name in ("raw", "pooled", "by_sex", "low", "high")
-    }
+    names = ("raw", "pooled", "by_sex", "low", "high")
+    columns = {name: np.full((outputs.splits.num_folds, len(outputs.scans)), np.nan) for name in names}
     refusals: list[str] = []
     for fold in outputs.tested():
         rows = outputs.rows(fold, "test")
@@ -142,19 +139,15 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
         except UserError as refusal:
             refusals.append(f"{outputs.splits.fold_names[fold]}: {refusal}")
         if isinstance(outputs.head, AgeBins):
-            tau = temperature(outputs, basis)
+            tau = _temperature(outputs, basis)
             probability_BK = outputs.head.probability(outputs.output_FNK[fold, torch.from_numpy(rows)], tau)
-            limits_B2 = outputs.head.quantiles(probability_BK, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).numpy()
-            columns["low"][fold, rows], columns["high"][fold, rows] = limits_B2.T
+            columns["low"][fold, rows], columns["high"][fold, rows] = outputs.head.interval(probability_BK).numpy().T
     kept = np.flatnonzero(~np.isnan(columns["raw"]).all(0))
-    mean = {name: _mean_of_known(values[:, kept]) for name, values in columns.items()}
-    return HeldOut(
-        kept, outputs.ages_of(kept), mean["raw"], mean["pooled"], mean["by_sex"], mean["low"], mean["high"],
-        tuple(refusals),
-    )  # fmt: skip
+    mean = {f"{name}_N": mean_of_known(values[:, kept]) for name, values in columns.items()}
+    return HeldOut(kept, outputs.ages_of(kept), **mean, refusals=tuple(refusals))
 
 
-def _fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> AgeCalibration:
+def _fit_calibration(outputs: Outputs, basis: _Basis) -> AgeCalibration:
     """The lines that certain predictions give."""
     if not basis:
         raise UserError("calibration needs predictions of people it is not applied to: use several folds")
@@ -164,7 +157,7 @@ def _fit_calibration(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int
     return AgeCalibration.fit(age_N, raw_N, sexes)
 
 
-def temperature(outputs: Outputs, basis: Sequence[tuple[int, NDArray[np.int64]]]) -> float:
+def _temperature(outputs: Outputs, basis: _Basis) -> float:
     """τ that makes the ages of certain people most probable; 1 without bins or people."""
     if not isinstance(outputs.head, AgeBins) or not sum(len(rows) for _, rows in basis):
         return 1.0
@@ -179,25 +172,24 @@ def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[AgeCalib
         basis = [(fold, outputs.rows(fold, "test")) for fold in outputs.tested()]
     else:
         basis = [pair for fold in outputs.tested() for pair in outputs.fitting_rows(fold, fit)]
-    try:
-        calibration = _fit_calibration(outputs, basis)
-    except UserError:
-        calibration = None
-    return calibration, temperature(outputs, basis)
+    return _calibration(outputs, basis), _temperature(outputs, basis)
 
 
 def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, AgeCalibration | None]:
     """The calibration of each fold for the people it tests, fitted without their ages; None where it was refused."""
-    found: dict[str, AgeCalibration | None] = {}
-    for fold, name in enumerate(outputs.splits.fold_names):
-        try:
-            found[name] = _fit_calibration(outputs, list(outputs.fitting_rows(fold, fit)))
-        except UserError:
-            found[name] = None
-    return found
+    names = enumerate(outputs.splits.fold_names)
+    return {name: _calibration(outputs, list(outputs.fitting_rows(fold, fit))) for fold, name in names}
 
 
-def _mean_of_known(values_FN: Array) -> Array:
+def _calibration(outputs: Outputs, basis: _Basis) -> AgeCalibration | None:
+    try:
+        return _fit_calibration(outputs, basis)
+    except UserError:
+        return None
+
+
+def mean_of_known(values_FN: Array) -> Array:
+    """The mean over the first axis of what is a number, NaN where nothing is."""
     known = ~np.isnan(values_FN)
     total = np.where(known, values_FN, 0).sum(0)
     return np.where(known.any(0), total / np.maximum(known.sum(0), 1), np.nan)

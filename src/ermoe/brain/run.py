@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ermoe.brain.age_head import AgeHead
+from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import Cohort, open_cohort, state_of
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import Scan, stop_at_errors
-from ermoe.brain.data.settings import CohortOptions, Preprocessing
+from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
 from ermoe.brain.learning import is_learnt, learn, learn_regions, start
 from ermoe.brain.metrics import figures
-from ermoe.brain.model import BrainAgeModel, hashed_parts
+from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
@@ -34,7 +33,7 @@ from ermoe.train.compute import Compute
 from ermoe.train.loop import means_among
 from ermoe.train.run_folder import RunFolder
 
-_FEW = 200
+_FEW_PEOPLE = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
 _SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
 
@@ -96,11 +95,11 @@ def train(
     head = chosen.age_head([scan.age for scan in scans if scan.age is not None])
     volumes = archive.volumes(chosen.preprocessing)
     mask_sources = _prepare(volumes, scans, compute)
+    everybody = ScanSet(volumes, scans, chosen.input)
     networks, outputs = {}, []
     for fold, name in enumerate(splits.fold_names):
-        own = _Fold(chosen, head, volumes, scans, splits, fold, init)
+        own = _Fold(chosen, head, everybody, splits, fold, init)
         networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
-        everybody = ScanSet(volumes, scans, chosen.input)
         outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
     results = Outputs(scans, splits, head, torch.stack(outputs))
     model = _model(networks, results, chosen, mask_sources, calibration_fit, Path(path).name, init)
@@ -134,16 +133,15 @@ class _Fold:
 
     recipe: Recipe
     head: AgeHead
-    volumes: VolumeCache
-    scans: Sequence[Scan]
+    everybody: ScanSet
     splits: Splits
     number: int
     init: str
 
     def part(self, name: Part, *, regions: bool = False) -> ScanSet | None:
         """The scans of a part, as they are; None if there are none."""
-        selected = self.splits.select(self.scans, self.number, name)
-        return ScanSet(self.volumes, selected, self.recipe.input, regions=regions) if selected else None
+        selected = self.splits.select(self.everybody.scans, self.number, name)
+        return replace(self.everybody, scans=selected, regions=regions) if selected else None
 
     def training(self) -> ScanSet:
         """The training scans, augmented as the recipe asks."""
@@ -156,7 +154,7 @@ class _Fold:
     @property
     def has_tissue(self) -> bool:
         """Whether every scan has tissue maps."""
-        return all(scan.tissue is not None for scan in self.scans)
+        return all(scan.tissue is not None for scan in self.everybody.scans)
 
 
 def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute) -> torch.nn.Module:
@@ -165,7 +163,7 @@ def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute) -
     if is_learnt(folder):
         network = chosen.build(head)
     else:
-        strangers = _held_out_people(fold.scans, fold.splits, fold.number)
+        strangers = _held_out_people(fold.everybody.scans, fold.splits, fold.number)
         network = start(chosen, head, fold.init, archive, compute, training.ages(), strangers=strangers)
     is_warm = bool(chosen.has_experts and chosen.warm_start_epochs and fold.init == "random")
     if is_warm and fold.has_tissue and not is_learnt(folder):
@@ -209,7 +207,7 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     people = len({scan.participant_id for scan in scans})
     if kind == "leave-site-out":
         splits = leave_site_out(scans, seed=seed)
-    elif kind == "holdout" or (kind == "auto" and people >= _FEW):
+    elif kind == "holdout" or (kind == "auto" and people >= _FEW_PEOPLE):
         splits = holdout(scans, seed)
     else:
         splits = k_folds(scans, folds, seed)
@@ -259,7 +257,7 @@ def _model(
         input=chosen.input,
         preprocessing=chosen.preprocessing,
         patch_size=chosen.patch_size,
-        parts={**_inherited_parts(init, results), **hashed_parts(results.splits)},
+        parts=_inherited_parts(init, results) | {hashed_id(who): own for who, own in results.splits.parts.items()},
         age_range=(min(ages), max(ages)),
         mask_sources=mask_sources,
         calibration=calibration,

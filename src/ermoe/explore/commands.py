@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,26 @@ import tyro
 from rich.console import Console
 
 from ermoe.console import parse_command, say
+from ermoe.errors import UserError
 from ermoe.train.settings import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How closely to look."""
+
+    pictures: int = 12
+    """Images shown with coloured patches."""
+    k_images: int = 128
+    """Images on which accuracy is measured with 1, 2, 3, 4 and 6 experts a token; 0 for none."""
+    batch_size: int = 100
+    """Images at a time."""
+    workers: Annotated[int, tyro.conf.Suppress] = 0
+    """Processes that read images ahead."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.pictures < 1 or self.k_images < 0 or self.workers < 0:
+            raise UserError("batch_size and pictures must be at least 1, k_images and workers at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +48,13 @@ class Inspect:
     fashion-mnist."""
     out: Path = Path("runs/inspect")
     """Folder for report.html and figures; an older report in it is replaced."""
-    pictures: int = 12
-    """Images shown with coloured patches."""
-    k_images: int = 128
-    """Images on which accuracy is measured with 1, 2, 3, 4 and 6 experts a token; 0 for none."""
-    batch_size: int = 100
-    """Images at a time."""
+    settings: Settings = field(default_factory=Settings)
     machine: Machine = field(default_factory=Machine)
 
     def __call__(self, console: Console) -> None:
-        from ermoe.explore.inspect import Settings, inspect
+        from ermoe.explore.inspect import inspect
 
-        settings = Settings(
-            batch_size=self.batch_size,
-            workers=self.machine.workers,
-            pictures=self.pictures,
-            k_images=self.k_images,
-        )
+        settings = replace(self.settings, workers=self.machine.workers)
         with self.machine.started(console) as compute:
             path = inspect(self.models, self.data, self.out, settings=settings, device=compute.device, console=console)
         say(console, f"written: {path}")

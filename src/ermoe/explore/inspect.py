@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from torch import Tensor, nn
 
-from ermoe.analysis.patches import patch_experts, patch_grid
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
-from ermoe.data.images import Images, open_images
+from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
-from ermoe.explore.inspection import AtK, Inspection, short
-from ermoe.explore.inspection_page import inspection_page
-from ermoe.explore.patch_viewer import Patched
+from ermoe.explore.commands import Settings
+from ermoe.explore.inspection import AtK, Inspection, inspection_page, short
+from ermoe.explore.patches import Patched, patch_experts, patch_grid
+from ermoe.files import StrPath
 from ermoe.images.run import transform_for
 from ermoe.models.io import load
 from ermoe.nn import Router, moe_layers
@@ -36,34 +34,14 @@ from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 from ermoe.train.run_folder import RunFolder, model_folder, read_lines
 
-K_VALUES = (1, 2, 3, 4, 6)
+_K_VALUES = (1, 2, 3, 4, 6)
 _log = logging.getLogger("ermoe")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How closely to look.
-
-    Args:
-        batch_size, workers: of the pass over the images.
-        pictures: images shown with their patches coloured.
-        k_images: images on which accuracy is measured with other numbers of experts a token; 0 for none.
-    """
-
-    batch_size: int = 100
-    workers: int = 0
-    pictures: int = 12
-    k_images: int = 128
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.pictures < 1 or self.k_images < 0 or self.workers < 0:
-            raise UserError("batch_size and pictures must be at least 1, k_images and workers at least 0")
 
 
 def inspect(
     places: Sequence[str],
-    data: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    data: StrPath,
+    out: StrPath,
     *,
     settings: Settings | None = None,
     device: torch.device | str = "cpu",
@@ -93,7 +71,7 @@ def inspect(
         data=images.summary,
         num_images=len(images),
         figures=Path(out) / "figures",
-        num_k_images=len(spread_out(len(images), settings.k_images)),
+        num_k_images=len(_spread_out(len(images), settings.k_images)),
     )
     return page.write(Path(out) / "report.html")
 
@@ -126,7 +104,7 @@ def look_into(
     loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
     with record_routing(model, classes=images.classes) as recorder:
         logit_NC = _pass(model, loader, recorder, name, console)
-    figures = accuracies(logit_NC, images.label_N) if knows else {}
+    figures = _accuracies(logit_NC, images.label_N) if knows else {}
     by_k = _by_k(model, images, settings, logit_NC.argmax(1)) if knows else []
     return Inspection(
         recorder, _patched(model, images, settings, logit_NC.argmax(1) if knows else None), figures, by_k, epochs
@@ -139,14 +117,11 @@ def _pass(
 ) -> Tensor:
     """All logits, (N, C), with a progress bar."""
     model.eval()
-    columns = (TextColumn(name), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    total = math.ceil(len(loader.source) / loader.batch_size)
     parts = []
-    with Progress(*columns, console=console, disable=console is None, transient=True) as progress:
-        bar = progress.add_task(name, total=len(loader.source))
-        for (batch,) in loader.epoch():
-            recorder.labels(batch.label)
-            parts.append(_logits(model, batch.image))
-            progress.advance(bar, len(batch))
+    for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
+        recorder.labels(batch.label)
+        parts.append(_logits(model, batch.image))
     return torch.cat(parts)
 
 
@@ -156,10 +131,10 @@ def _logits(model: nn.Module, image: Tensor) -> Tensor:
     return logit_NC
 
 
-def accuracies(logit_NC: Tensor, label_N: Tensor) -> dict[str, float]:
+def _accuracies(logit_NC: Tensor, label_N: Tensor) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy.
 
-    >>> accuracies(torch.eye(2), torch.tensor([0, 0]))["top1"]
+    >>> _accuracies(torch.eye(2), torch.tensor([0, 0]))["top1"]
     0.5
     """
     hit_NK = logit_NC.topk(min(5, logit_NC.shape[1])).indices == label_N.unsqueeze(1)
@@ -167,10 +142,10 @@ def accuracies(logit_NC: Tensor, label_N: Tensor) -> dict[str, float]:
     return {"loss": float(F.cross_entropy(logit_NC, label_N)), "top1": top1, "top5": top5}
 
 
-def spread_out(num_images: int, wanted: int) -> np.ndarray:
+def _spread_out(num_images: int, wanted: int) -> np.ndarray:
     """Evenly spaced indices, because many data sets are sorted by class.
 
-    >>> spread_out(10, 3).tolist()
+    >>> _spread_out(10, 3).tolist()
     [0, 3, 6]
     """
     wanted = min(wanted, num_images)
@@ -181,23 +156,20 @@ def spread_out(num_images: int, wanted: int) -> np.ndarray:
 def _by_k(model: nn.Module, images: Images, settings: Settings, own_N: Tensor) -> list[AtK]:
     """Accuracy with other numbers of experts a token, on a few images; the model's own number needs no second pass."""
     routers = routers_with_k(model)
-    index_P = spread_out(len(images), settings.k_images)
+    index_P = _spread_out(len(images), settings.k_images)
     if not routers or not len(index_P):
         return []
     own, most = routers[0].top_k or 0, min(router.num_experts for router in routers)
-    transform, label_P = transform_for(model), images.label_N[torch.from_numpy(index_P)]
-    batches = [
-        (torch.from_numpy(part), transform.device(transform.host(images, part, 0), images.label_N[part], part, 0).image)
-        for part in np.array_split(index_P, math.ceil(len(index_P) / settings.batch_size))
-    ]
+    few = some_of(images, index_P)
+    batches = list(Loader(transform_for(model).of(few), batch_size=settings.batch_size).epoch())
     own_P, found = own_N[torch.from_numpy(index_P)], []
-    for top_k in sorted({k for k in K_VALUES if k <= most} | {own}):
+    for top_k in sorted({k for k in _K_VALUES if k <= most} | {own}):
         guess_P = own_P
         if top_k != own:
             with experts_a_token(model, top_k):
-                guess_P = torch.cat([_logits(model, image).argmax(1) for _, image in batches])
-        accuracy = float((guess_P == label_P).double().mean())
-        half_width = 1.96 * math.sqrt(accuracy * (1 - accuracy) / len(label_P))
+                guess_P = torch.cat([_logits(model, batch.image).argmax(1) for (batch,) in batches])
+        accuracy = float((guess_P == few.label_N).double().mean())
+        half_width = 1.96 * math.sqrt(accuracy * (1 - accuracy) / len(few))
         found.append(AtK(top_k, accuracy, half_width, float((guess_P == own_P).double().mean())))
     return found
 
@@ -248,14 +220,14 @@ def _one_of_each(label_N: Tensor, wanted: int) -> np.ndarray:
     """The first image of every class; of evenly spaced classes where there are too many, more of each if too few."""
     label, order = label_N.numpy(), []
     classes = np.unique(label)
-    chosen = classes[spread_out(len(classes), wanted)]
+    chosen = classes[_spread_out(len(classes), wanted)]
     rounds = math.ceil(wanted / len(chosen))
     for turn in range(rounds):
         order += [rows[turn] for rows in (np.flatnonzero(label == c) for c in chosen) if len(rows) > turn]
     return np.array(order[:wanted])
 
 
-def epochs_of(place: str | os.PathLike[str]) -> list[dict[str, float]]:
+def epochs_of(place: StrPath) -> list[dict[str, float]]:
     """The evaluations that the run at ``place`` wrote down, one a row with its epoch; empty for a mere model."""
     folder = next((f for f in (Path(place), *Path(place).parents[:2]) if (f / "metrics.jsonl").is_file()), None)
     if folder is None:

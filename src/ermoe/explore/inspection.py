@@ -1,28 +1,29 @@
-"""What `ermoe inspect` finds out about one model, and the plots that show it.
-
-Letters: E experts, C classes, B bins, D model width, r routing rank.
-"""
+"""What `ermoe inspect` finds out about models, and its report: one page, models side by side, plots also in files."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 
-from ermoe.analysis import measures, plots
-from ermoe.analysis.curve_plots import Curve, Scale, curves, score_ridges
+from ermoe.analysis import plots, report
+from ermoe.analysis.page import Markup, Page, grid, heading, table
+from ermoe.analysis.plots import ACCENT, Curve, Scale
 from ermoe.analysis.recorder import RoutingRecorder
-from ermoe.analysis.report import strongest_pairs
-from ermoe.analysis.summary import MEASURES, Summary, basis_errors, routing_basis
-from ermoe.analysis.tally import NUM_BINS, Tally
-from ermoe.explore.basis_plots import orthonormality_bars, overlap_maps
-from ermoe.explore.gallery import Plot
-from ermoe.explore.patch_viewer import Patched
+from ermoe.analysis.report import CLASSES, LOAD, MEASURED, Plot, measure_table
+from ermoe.analysis.summary import MEASURES, Summary, over_layers
+from ermoe.analysis.tally import Tally
+from ermoe.explore.patches import SCRIPT, Patched, viewer
+from ermoe.nn import MixtureLayer
 
-THRESHOLDS = [round(0.02 * step, 2) for step in range(50)]
+_COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]
+_OVERVIEW = ["load_cv2", "weight_cv2", "fallback_rate", "spread", "class_information"]
+_OVERVIEW += ["subspace_overlap", "orthonormality_error"]
 _EPOCH_MEASURES = {"fluctuation": "routing fluctuation", "fallback_rate": "fallback", "top1": "accuracy"}
 
 
@@ -54,14 +55,13 @@ class Inspection:
         """Totals by layer, by the names that plots use."""
         return {short(name): tally for name, tally in self.recorder.tallies.items()}
 
+    def layers(self) -> dict[str, MixtureLayer]:
+        """The layers themselves, by the same names."""
+        return {short(name): layer for name, layer in self.recorder.layers.items()}
+
     def summary(self) -> Summary:
         """Measures by layer, by the same names."""
         return {short(name): figures for name, figures in self.recorder.summary().items()}
-
-    def bases(self) -> dict[str, torch.Tensor]:
-        """The columns (E, D, r) by which layers route, where they route by columns."""
-        found = {short(name): routing_basis(layer) for name, layer in self.recorder.layers.items()}
-        return {name: basis for name, basis in found.items() if basis is not None}
 
 
 def short(layer: str) -> str:
@@ -73,127 +73,164 @@ def short(layer: str) -> str:
     return re.sub(r"^(?:.*\.)?(?:blocks|layers?)\.(\d+)(?:\..*)?$", r"block \1", layer) or "layer"
 
 
-def load_plots(found: Inspection, prefix: str) -> list[Plot]:
-    """Load curves of all layers, by number of choices and by mixing weight."""
-    tallies = found.tallies()
-    kinds = {
-        "choices": ("By choices.", "How many tokens chose each expert.", "load_cv2"),
-        "weight": ("By mixing weight.", "How much say each expert had; idle picks do not count.", "weight_cv2"),
-    }
-    made = []
-    for kind, (title, caption, measure) in kinds.items():
-        load = {
-            name: (tally.totals.count_E if kind == "choices" else tally.totals.weight_E).cpu()
-            for name, tally in tallies.items()
-        }
-        worst = MEASURES[measure].text(max(figures[measure] for figures in found.summary().values()))
-        rows = [(name, e, float(value)) for name, load_E in load.items() for e, value in enumerate(load_E)]
-        drawing = plots.load_curves(load, plots.depth_colours(len(load)))
-        caption = f"{caption} CV² of the worst layer: {worst}."
-        made.append(Plot(f"{prefix}load-{kind}", title, caption, drawing, ["layer", "expert", kind], rows))
-    return made
-
-
-def pooled_plot(models: dict[str, Inspection], colours: Sequence[str]) -> Plot:
-    """The paper's picture of balance: all experts of all layers in one line, by their share of the choices."""
-    shares = {name: pooled_share(list(found.tallies().values())) for name, found in models.items()}
-    lines = {name: Curve(range(1, len(share) + 1), share) for name, share in shares.items()}
-    rows = [(name, rank, value) for name, share in shares.items() for rank, value in enumerate(share, 1)]
-    drawing = curves(
-        lines, colours, Scale("experts of all layers, busiest first", "share of choices", percent=True, whole_x=True)
-    )
-    caption = "Each expert's share of all choices in the model; a flat line is equal load everywhere."
-    return Plot("load-pooled", "All layers together.", caption, drawing, ["model", "rank", "share"], rows)
-
-
 def pooled_share(tallies: Sequence[Tally]) -> list[float]:
     """Shares of all choices by expert, over all layers, largest first."""
     count = torch.cat([tally.totals.count_E.cpu() for tally in tallies]).double()
     return (count / count.sum().clamp_min(1)).sort(descending=True).values.tolist()
 
 
-def class_plots(found: Inspection, prefix: str) -> dict[str, Plot]:
-    """By layer, the class–expert map with its strongest pairs in words."""
-    classes, summary = found.recorder.class_names, found.summary()
-    made = {}
-    for name, tally in found.tallies().items():
-        count_CE = tally.totals.count_CE[:-1].cpu().numpy()
-        weight_CE = tally.totals.weight_CE[:-1].cpu().numpy()
-        bits = MEASURES["class_information"].text(summary[name]["class_information"])
-        rows = [
-            (label, e, int(count_CE[c, e]), float(weight_CE[c, e]))
-            for c, label in enumerate(classes)
-            for e in range(tally.num_experts)
-        ]
-        made[name] = Plot(
-            f"{prefix}classes-{name.replace(' ', '-')}",
-            f"{name}.",
-            f"The expert tells {bits} bits about the class. {strongest_pairs(count_CE, classes)}",
-            plots.class_map(count_CE, classes),
-            ["class", "expert", "choices", "weight"],
-            rows,
+def inspection_page(
+    models: dict[str, Inspection], *, data: str, num_images: int, figures: Path, num_k_images: int = 0
+) -> Page:
+    """The report of one or more models, by name, on the same images; plots are also written to folder ``figures``."""
+    page = Page(
+        "Routing of " + ", ".join(models),
+        f"What the experts of {'this model' if len(models) == 1 else 'these models'} did with {num_images:,} images. "
+        f"Every plot is also in the folder {figures.name}, under the name below it, as PNG, SVG and CSV.",
+        facts={"data": data, "images": f"{num_images:,}"},
+    )
+    for title, lead, blocks in _Report(models, figures).sections(num_k_images):
+        if blocks:
+            page.section(title, lead, blocks)
+    page.contents()
+    page.script(SCRIPT)
+    return page
+
+
+class _Report:
+    """The blocks of the page."""
+
+    def __init__(self, models: dict[str, Inspection], folder: Path) -> None:
+        self.models = models
+        self.folder = folder
+        self.colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(models))]
+
+    def sections(self, num_k_images: int) -> Iterator[tuple[str, str, list[Markup]]]:
+        """Title, lead and blocks of each; no blocks where the routers have nothing of the kind."""
+        yield (
+            "At a glance",
+            "Loads, class bits and ‖UᵀU−I‖ are the largest of all layers; other measures are means.",
+            [self.overview()],
         )
-    return made
+        loads = self.side_by_side(lambda found: report.load_plots(found.tallies(), found.summary()))
+        yield *LOAD, [*loads, *self.row_of([self.pooled()])]
+        yield (
+            "Where the patches go",
+            "Each patch in the colour of the expert with the largest say in it; point at a picture to see it alone. "
+            "Colours mean nothing across models or layers.",
+            viewer({name: found.patched for name, found in self.models.items()}),
+        )
+        yield *CLASSES, self.side_by_side(_class_plots, pairs=True)
+        yield (
+            "Scores",
+            "How well tokens fit the experts: all scores, and each token's best.",
+            self.together(lambda found: report.score_plots(found.tallies(), found.summary())),
+        )
+        yield (
+            "Threshold",
+            "How the fallback rate would change with the threshold T.",
+            self.together(lambda found: report.fallback_plots(found.tallies())),
+        )
+        yield (
+            "Experts a token",
+            "What more or fewer experts a token would change.",
+            self.together(lambda found: report.tail_plots(found.tallies()))
+            + self.together(lambda found: _accuracy_plots(found, num_k_images)),
+        )
+        yield (
+            "Bases",
+            "How much the experts' routing subspaces share, and how orthonormal their bases are.",
+            self.side_by_side(lambda found: report.basis_plots(found.layers())),
+        )
+        epochs = [plot for measure in _EPOCH_MEASURES for plot in self.by_epoch(measure)]
+        yield "Over training", "What the runs wrote down after every epoch.", self.row_of(epochs)
+        yield *MEASURED, self.measures()
+
+    def overview(self) -> Markup:
+        """One row a model."""
+        header = ["model", "accuracy", "layers × experts", *(MEASURES[name].label for name in _OVERVIEW)]
+        rows = []
+        for name, found in self.models.items():
+            overall, tallies = over_layers(found.summary(), _OVERVIEW), found.tallies()
+            experts = "/".join(str(e) for e in sorted({tally.num_experts for tally in tallies.values()}))
+            cells = [MEASURES[measure].text(overall.get(measure, math.nan)) for measure in _OVERVIEW]
+            accuracy = f"{found.figures['top1']:.1%}" if "top1" in found.figures else "–"
+            rows.append([name, accuracy, f"{len(tallies)} × {experts}", *cells])
+        return table(header, rows)
+
+    def _made(self, make: Callable[[Inspection], list[Plot]]) -> list[list[Plot]]:
+        """The plots of each model that has any; where there are several, titles and files say whose they are."""
+        if len(self.models) == 1:
+            made = [make(found) for found in self.models.values()]
+        else:
+            made = []
+            for name, found in self.models.items():
+                file = re.sub(r"[^\w.-]+", "-", name)
+                made.append([replace(p, name=f"{file}-{p.name}", title=f"{name}: {p.title}") for p in make(found)])
+        return [own for own in made if own]
+
+    def side_by_side(self, make: Callable[[Inspection], list[Plot]], *, pairs: bool = False) -> list[Markup]:
+        """The plots that ``make`` draws of each model, the first of every model before the second of any."""
+        made = self._made(make)
+        if len(made) == 1:
+            return self.row_of(made[0])
+        return [grid(self._shown(row), pairs=pairs) for row in zip_longest(*made)]
+
+    def together(self, make: Callable[[Inspection], list[Plot]]) -> list[Markup]:
+        """The plots that ``make`` draws of each model, in one row."""
+        return self.row_of([plot for own in self._made(make) for plot in own])
+
+    def row_of(self, made: Sequence[Plot]) -> list[Markup]:
+        """A row of plots, if there are any."""
+        return [grid(self._shown(made))] if made else []
+
+    def _shown(self, made: Iterable[Plot | None]) -> Iterator[Markup]:
+        return (plot.show(self.folder) for plot in made if plot is not None)
+
+    def pooled(self) -> Plot:
+        """The paper's picture of balance: all experts of all layers in one line, by their share of the choices."""
+        shares = {name: pooled_share(list(found.tallies().values())) for name, found in self.models.items()}
+        lines = {name: Curve(range(1, len(share) + 1), share) for name, share in shares.items()}
+        scale = Scale("experts of all layers, busiest first", "share of choices", percent=True, whole_x=True)
+        caption = "Each expert's share of all choices in the model; a flat line is equal load everywhere."
+        header = ["model", "rank", "share"]
+        return Plot.of_curves("load-pooled", "All layers together.", caption, lines, scale, header, self.colours)
+
+    def by_epoch(self, measure: str) -> list[Plot]:
+        """A measure over the epochs of the runs that kept it."""
+        lines, colours = {}, []
+        for (name, found), colour in zip(self.models.items(), self.colours, strict=True):
+            kept = [(row["epoch"], row[measure]) for row in found.epochs if not math.isnan(row.get(measure, math.nan))]
+            if kept:
+                lines[name] = Curve([epoch for epoch, _ in kept], [value for _, value in kept], marked=len(kept) <= 30)
+                colours.append(colour)
+        if not lines:
+            return []
+        label = _EPOCH_MEASURES[measure]
+        scale = Scale("epoch", label, percent=True, whole_x=True, from_zero=measure != "top1")
+        changed = "Probe tokens whose set of experts changed since the epoch before."
+        caption = changed if measure == "fluctuation" else ""
+        title, header = f"{label[0].upper()}{label[1:]} over epochs.", ["model", "epoch", measure]
+        return [Plot.of_curves(f"epochs-{measure}", title, caption, lines, scale, header, colours)]
+
+    def measures(self) -> list[Markup]:
+        """Every measure of every layer."""
+        blocks = []
+        for name, found in self.models.items():
+            blocks += [heading(name)] if len(self.models) > 1 else []
+            blocks.append(measure_table(found.summary()))
+        return blocks
 
 
-def score_plot(found: Inspection, prefix: str) -> Plot | None:
-    """Histograms of the scores of all layers, with T."""
-    scored = {name: tally for name, tally in found.tallies().items() if tally.has_scores()}
-    if not scored:
-        return None
-    histograms = {
-        name: (tally.totals.score_B.cpu(), tally.totals.best_score_B.cpu(), tally.threshold)
-        for name, tally in scored.items()
-    }
-    rows = [
-        (name, round(-1 + 2 * b / NUM_BINS, 4), int(all_B[b]), int(best_B[b]))
-        for name, (all_B, best_B, _) in histograms.items()
-        for b in range(NUM_BINS)
-    ]
-    spread = [found.summary()[name]["spread"] for name in scored]
-    caption = f"Spread between experts, best minus worst: {min(spread):.3f} to {max(spread):.3f}, by layer."
-    header = ["layer", "bin starts at", "scores", "best scores"]
-    return Plot(f"{prefix}scores", "Scores.", caption, score_ridges(histograms), header, rows)
+def _class_plots(found: Inspection) -> list[Plot]:
+    classes = found.recorder.class_names
+    return report.class_plots(found.tallies(), found.summary(), classes) if classes else []
 
 
-def fallback_plot(found: Inspection, prefix: str) -> Plot | None:
-    """The share of tokens that would fall back at every other threshold."""
-    judged = {
-        name: tally
-        for name, tally in found.tallies().items()
-        if tally.has_scores() and tally.threshold is not None and bool(tally.totals.num_judged)
-    }
-    if not judged:
-        return None
-    rates = {name: [tally.fallback_rate(t) for t in THRESHOLDS] for name, tally in judged.items()}
-    lines = {name: Curve(THRESHOLDS, rate) for name, rate in rates.items()}
-    now = {f"T = {t:g}": t for t in {tally.threshold for tally in judged.values()} if t is not None}
-    scale = Scale("threshold T", "tokens that fall back", percent=True, at=now)
-    rows = [(name, t, r) for name, rate in rates.items() for t, r in zip(THRESHOLDS, rate, strict=True)]
-    drawing = curves(lines, plots.depth_colours(len(lines)), scale)
-    caption = "Tokens whose best score is below T. With a fixed number of experts a token, T changes nothing else."
-    return Plot(f"{prefix}fallback", "Fallback against T.", caption, drawing, ["layer", "T", "fallback"], rows)
-
-
-def tail_plot(found: Inspection, prefix: str) -> Plot | None:
-    """The weight above T that every number of experts a token would leave out."""
-    tailed = {name: tally for name, tally in found.tallies().items() if bool(tally.totals.num_above)}
-    if not tailed:
-        return None
-    masses = {name: [tally.tail_mass(k) for k in range(1, tally.num_experts + 1)] for name, tally in tailed.items()}
-    lines = {name: Curve(range(1, len(mass) + 1), mass, marked=True) for name, mass in masses.items()}
-    now = {f"k = {k}": float(k) for k in {tally.top_k for tally in tailed.values()} if k is not None}
-    scale = Scale("experts a token, k", "tail mass", percent=True, whole_x=True, at=now)
-    rows = [(name, k, m) for name, mass in masses.items() for k, m in enumerate(mass, 1)]
-    drawing = curves(lines, plots.depth_colours(len(lines)), scale)
-    caption = "Of the score above T, the share that lies beyond the k best experts."
-    return Plot(f"{prefix}tail-mass", "Tail mass against k.", caption, drawing, ["layer", "k", "tail mass"], rows)
-
-
-def accuracy_plot(found: Inspection, prefix: str, num_images: int) -> Plot | None:
+def _accuracy_plots(found: Inspection, num_images: int) -> list[Plot]:
     """Accuracy of the same weights with other numbers of experts a token."""
     if not found.by_k:
-        return None
+        return []
     points = sorted(found.by_k, key=lambda at: at.top_k)
     line = Curve(
         [at.top_k for at in points], [at.accuracy for at in points], [at.half_width for at in points], marked=True
@@ -206,79 +243,4 @@ def accuracy_plot(found: Inspection, prefix: str, num_images: int) -> Plot | Non
         f"Predictions that change: {changed or 'none'}. Retraining with another k may end elsewhere."
     )
     header = ["k", "accuracy", "half of the 95 % interval", "agreement"]
-    drawing = curves({"": line}, [plots.ACCENT], scale)
-    return Plot(f"{prefix}accuracy", "Accuracy against k.", caption, drawing, header, rows)
-
-
-def basis_plots(found: Inspection, prefix: str) -> list[Plot]:
-    """Overlap of the routing subspaces, their principal angles, and how orthonormal all bases are."""
-    bases = found.bases()
-    made = [*_subspace_plots(bases, prefix)] if bases else []
-    errors = {
-        f"{short(name)} {basis}": error
-        for name, layer in found.recorder.layers.items()
-        for basis, error in basis_errors(layer).items()
-    }
-    if errors:
-        caption = "Of the worst expert. Rounding alone gives 1e-7 in float32; training adds to it until a retraction."
-        drawing = orthonormality_bars(errors)
-        header = ["basis", "error"]
-        made.append(Plot(f"{prefix}orthonormality", "Orthonormality.", caption, drawing, header, list(errors.items())))
-    return made
-
-
-def _subspace_plots(bases: dict[str, torch.Tensor], prefix: str) -> list[Plot]:
-    cosines = {name: measures.principal_cosines(basis) for name, basis in bases.items()}
-    overlaps = {name: cosine.square().mean(-1) for name, cosine in cosines.items()}
-    dim, route_rank = next(iter(bases.values())).shape[1:]
-    rows = [
-        (name, i, j, float(overlap[i, j]))
-        for name, overlap in overlaps.items()
-        for i in range(len(overlap))
-        for j in range(i)
-    ]
-    caption = f"Mean squared cosine of the principal angles; random subspaces of this size have {route_rank / dim:.2f}."
-    title = "Overlap of the experts' subspaces."
-    made = [Plot(f"{prefix}overlap", title, caption, overlap_maps(overlaps), ["layer", "i", "j", "overlap"], rows)]
-    angles = {name: _mean_angles(cosine) for name, cosine in cosines.items()}
-    lines = {name: Curve(range(1, len(angle) + 1), angle) for name, angle in angles.items()}
-    scale = Scale("principal angle, smallest first", "degrees", whole_x=True)
-    made.append(
-        Plot(
-            f"{prefix}angles",
-            "Principal angles.",
-            "Mean over all pairs of experts: 0° is a shared direction, 90° an orthogonal one.",
-            curves(lines, plots.depth_colours(len(lines)), scale),
-            ["layer", "number", "degrees"],
-            [(name, n, a) for name, angle in angles.items() for n, a in enumerate(angle, 1)],
-        )
-    )
-    return made
-
-
-def _mean_angles(cosine_EEr: torch.Tensor) -> list[float]:
-    """In degrees, over pairs of different experts."""
-    others = ~torch.eye(len(cosine_EEr), dtype=torch.bool)
-    return torch.rad2deg(cosine_EEr[others].clamp(-1, 1).acos()).mean(0).tolist()
-
-
-def epoch_plot(models: dict[str, Inspection], colours: Sequence[str], measure: str) -> Plot | None:
-    """A measure over the epochs of the runs that kept it."""
-    lines = {}
-    for name, found in models.items():
-        kept = [(row["epoch"], row[measure]) for row in found.epochs if not math.isnan(row.get(measure, math.nan))]
-        if kept:
-            lines[name] = Curve([epoch for epoch, _ in kept], [value for _, value in kept], marked=len(kept) <= 30)
-    if not lines:
-        return None
-    shown = [colour for name, colour in zip(models, colours, strict=True) if name in lines]
-    label = _EPOCH_MEASURES.get(measure, measure)
-    scale = Scale("epoch", label, percent=True, whole_x=True, from_zero=measure != "top1")
-    rows = [
-        (name, epoch, value)
-        for name, line in lines.items()
-        for epoch, value in zip(line.x, line.y, strict=True)  # type: ignore[arg-type]
-    ]
-    caption = "Probe tokens whose set of experts changed since the epoch before." if measure == "fluctuation" else ""
-    title = f"{label[0].upper()}{label[1:]} over epochs."
-    return Plot(f"epochs-{measure}", title, caption, curves(lines, shown, scale), ["model", "epoch", measure], rows)
+    return [Plot("accuracy", "Accuracy against k.", caption, plots.curves({"": line}, [ACCENT], scale), header, rows)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 from ermoe.errors import UserError
-from ermoe.files import read_json
+from ermoe.files import StrPath, read_json
 from ermoe.models.io import CONFIG, load
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
@@ -73,7 +72,7 @@ def _take_text_tower(model: CLIP, place: str) -> None:
     model.trained_on = other.trained_on.clone()  # what its text tower has seen counts
 
 
-def load_clip(place: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> CLIP:
+def load_clip(place: StrPath, *, device: torch.device | str = "cpu") -> CLIP:
     """The CLIP of a run folder (the epoch that dev chose), a model folder or a hub repository, in evaluation mode."""
     model = load(model_folder(place, prefer="best"), device=device)
     if not isinstance(model, CLIP):
@@ -81,7 +80,7 @@ def load_clip(place: str | os.PathLike[str], *, device: torch.device | str = "cp
     return model.eval()
 
 
-def save_id(place: str | os.PathLike[str]) -> str | None:
+def save_id(place: StrPath) -> str | None:
     """Which save of a model lies there, so that one that was trained further is told apart; None on the hub."""
     path = Path(model_folder(place, prefer="best")) / CONFIG
     if not path.is_file():

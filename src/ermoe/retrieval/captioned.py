@@ -15,11 +15,10 @@ from torch import Tensor
 from ermoe.data.augment import ImageSource, in_memory
 from ermoe.data.order import Indices
 from ermoe.errors import UserError
-from ermoe.files import Json
+from ermoe.files import Json, StrPath
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.captions.schema import CaptionSet
-from ermoe.retrieval.clip.tokens import tokenise
-from ermoe.retrieval.clip.towers import trim
+from ermoe.retrieval.clip.towers import tokenise, trim
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,7 @@ class CaptionedImages:
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        protocol: str = "custom",
-        *,
-        images: str | os.PathLike[str] | None = None,
-        cache: bool = False,
+        cls, path: StrPath, protocol: str = "custom", *, images: StrPath | None = None, cache: bool = False
     ) -> CaptionedImages:
         """What `ermoe.open_captions` finds at ``path``."""
         train, dev = (open_captions(path, protocol, split, images=images) for split in ("train", "dev"))

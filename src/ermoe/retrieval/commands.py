@@ -206,7 +206,7 @@ class Classify:
             raise UserError("give image files, or --data with a labelled set")
         from ermoe.data.images import open_images
         from ermoe.retrieval.build import load_clip
-        from ermoe.retrieval.classify import accuracy, classify
+        from ermoe.retrieval.encode import accuracy, classify
         from ermoe.retrieval.index import image_files
 
         names = _names(self.classes)

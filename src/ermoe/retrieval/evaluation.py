@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.files import read_json, write_json
+from ermoe.files import StrPath, read_json, write_json
 from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.captions.ids import id_hash
-from ermoe.retrieval.captions.schema import CaptionSet
+from ermoe.retrieval.captions.schema import CaptionSet, id_hash
 from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
-from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.encode import encode_images, encode_tokens
 from ermoe.retrieval.figures import CUTS, RECALLS, Retrieval, retrieve
 from ermoe.train.compute import Compute
@@ -50,12 +49,12 @@ class Evaluation:
 
 
 def evaluate(
-    place: str | os.PathLike[str],
-    data: str | os.PathLike[str],
+    place: StrPath,
+    data: StrPath,
     protocol: str,
     *,
     split: str = "test",
-    images: str | os.PathLike[str] | None = None,
+    images: StrPath | None = None,
     again: bool = False,
     batch_size: int = 100,
     draws: int = 1000,
@@ -148,7 +147,7 @@ def training_images(model: CLIP) -> int | str:
     return f"{len(known) - 1:,}, and unknown ones before" if len(known) > 1 else "unknown"
 
 
-def record_path(place: str | os.PathLike[str], captions: CaptionSet) -> Path:
+def record_path(place: StrPath, captions: CaptionSet) -> Path:
     """``retrieval-PROTOCOL-SPLIT.json`` beside the model, or in the run folder that it is the best of.
 
     A custom pool is known by its fingerprint: ``retrieval-custom-FINGERPRINT-SPLIT.json``.

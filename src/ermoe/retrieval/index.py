@@ -20,11 +20,11 @@ from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import is_hidden, printable, replacing, write_json
+from ermoe.files import StrPath, is_hidden, printable, replacing, write_json
 from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import encode_images, encode_texts
-from ermoe.retrieval.ranking import nearest
+from ermoe.retrieval.figures import nearest
 from ermoe.retrieval.report import thumbnail
 from ermoe.train.compute import Compute
 
@@ -54,7 +54,7 @@ class Index:
             raise UserError("the query is empty: say what to look for")
         return self._nearest(encode_texts(self.model, [query])[0], top)
 
-    def search_like(self, image: str | os.PathLike[str], *, top: int = 5) -> list[Hit]:
+    def search_like(self, image: StrPath, *, top: int = 5) -> list[Hit]:
         """The images nearest to an image."""
         return self._nearest(encode_images(self.model, image_files(Path(), [os.fspath(image)]))[0], top)
 
@@ -65,12 +65,7 @@ class Index:
 
 
 def build_index(
-    model: str | os.PathLike[str],
-    images: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    batch_size: int = 100,
-    compute: Compute | None = None,
+    model: StrPath, images: StrPath, out: StrPath, *, batch_size: int = 100, compute: Compute | None = None
 ) -> Index:
     """Encodes every image file below a folder and writes the index."""
     compute = Compute() if compute is None else compute
@@ -92,11 +87,7 @@ def build_index(
 
 
 def open_index(
-    folder: str | os.PathLike[str],
-    *,
-    model: str | os.PathLike[str] | None = None,
-    images: str | os.PathLike[str] | None = None,
-    device: torch.device | str = "cpu",
+    folder: StrPath, *, model: StrPath | None = None, images: StrPath | None = None, device: torch.device | str = "cpu"
 ) -> Index:
     """An index that `build_index` wrote; ``model`` and ``images`` say where these lie now, if they moved."""
     place = Path(folder)
@@ -126,7 +117,7 @@ def image_files(root: Path, files: list[str]) -> Images:
     return ImagesInFiles(root, files, summary=f"{len(files)} files", split="all", classes=["", ""], label_N=label_N)
 
 
-def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLike[str]) -> Path:
+def write_hits(index: Index, query: str, hits: list[Hit], path: StrPath) -> Path:
     """A small page that shows what was found."""
     page = Page(f"“{query}”", f"The {len(hits)} nearest of {len(index.files):,} images.")
     if gone := [hit.file for hit in hits if not (index.root / hit.file).is_file()]:
@@ -138,6 +129,6 @@ def write_hits(index: Index, query: str, hits: list[Hit], path: str | os.PathLik
     return page.write(path)
 
 
-def _lasting(model: str | os.PathLike[str]) -> str:
+def _lasting(model: StrPath) -> str:
     """A path that means the same from another folder; a hub name stays as it is."""
     return str(Path(model).resolve()) if Path(model).exists() else os.fspath(model)

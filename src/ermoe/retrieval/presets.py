@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ermoe.errors import UserError, unknown_name
-from ermoe.retrieval.text_shape import TextShape
 from ermoe.train.settings import STEADY_BASES, Augmentation, Training, from_scratch
 
 if TYPE_CHECKING:
@@ -26,6 +25,28 @@ if TYPE_CHECKING:
     from ermoe.train.compute import Compute
 
 VARIANTS = ("clip", "clip-moe", "long-clip", "fix-clip-style")
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The size of a text tower; defaults are those of CLIP ViT-B.
+
+    OpenAI's weights need ``quick_gelu``, most others do not, and a mistake costs accuracy without any error.
+    """
+
+    context_length: int = 77
+    vocab_size: int = 49408
+    width: int = 512
+    heads: int = 8
+    layers: int = 12
+    quick_gelu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "vocab_size", "width", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"text tower: {name}={getattr(self, name)}; need at least 1")
+        if self.width % self.heads:
+            raise UserError(f"text tower: heads={self.heads} do not divide width={self.width}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 from ermoe.errors import UserError
+from ermoe.files import StrPath
 from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.presets import RetrievalRecipe, recipe
 from ermoe.train import loop as kit
@@ -16,11 +16,11 @@ from ermoe.train.run_folder import model_folder
 
 def train(
     preset: str | RetrievalRecipe,
-    data: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    data: StrPath,
+    folder: StrPath,
     *,
     protocol: str = "custom",
-    images: str | os.PathLike[str] | None = None,
+    images: StrPath | None = None,
     cache: bool = False,
     compute: Compute | None = None,
     resume: str = "auto",

@@ -26,9 +26,9 @@ COLOURS = {
     "purple": (135, 70, 170),
     "orange": (240, 130, 30),
 }
-SIZES = {"small": 0.11, "large": 0.19}
-PLACES = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
-SPLITS = ("train", "val", "test")
+_SIZES = {"small": 0.11, "large": 0.19}
+_PLACES = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
+_SPLITS = ("train", "val", "test")
 _Mask = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
 SHAPES: dict[str, _Mask] = {
     "circle": lambda y, x: x**2 + y**2 <= 1,
@@ -55,15 +55,15 @@ def scene(seed: int, index: int, *, side: int = 48) -> Scene:
     """
     random = np.random.default_rng((seed, index))
     first, second = (
-        (str(random.choice(list(SIZES))), str(random.choice(list(COLOURS))), str(random.choice(list(SHAPES))))
+        (str(random.choice(list(_SIZES))), str(random.choice(list(COLOURS))), str(random.choice(list(SHAPES))))
         for _ in range(2)
     )
-    place = str(random.choice(list(PLACES)))
-    direction = np.array(PLACES[place])
+    place = str(random.choice(list(_PLACES)))
+    direction = np.array(_PLACES[place])
     centre = 0.5 + random.uniform(-0.06, 0.06, 2)
     paper = random.uniform(200, 245) + random.normal(0, 6, (side, side, 3))
     for (size, colour, shape), sign in ((first, 1), (second, -1)):
-        _paint(paper, shape, COLOURS[colour], SIZES[size], centre + sign * 0.24 * direction)
+        _paint(paper, shape, COLOURS[colour], _SIZES[size], centre + sign * 0.24 * direction)
     return Scene(paper.clip(0, 255).astype(np.uint8), _captions(first, second, place))
 
 
@@ -96,7 +96,7 @@ def write_shapes(
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     entries, index = [], 0
-    for split, count in zip(SPLITS, (train, dev, test), strict=True):
+    for split, count in zip(_SPLITS, (train, dev, test), strict=True):
         for _ in range(count):
             made, name = scene(seed, index, side=side), f"shapes-{seed}-{index:05d}.png"
             Image.fromarray(made.pixels).save(folder / "images" / name)

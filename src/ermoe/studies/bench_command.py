@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
+from ermoe.console import parse_command
 from ermoe.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bench:
     """Time ermoe beside its peers, all candidates in turns, and report ratios with their spread.
 
@@ -43,32 +45,27 @@ class Bench:
         if self.rounds < 1 or self.images < 1 or not self.threads or min(self.threads) < 1:
             raise UserError("--rounds, --images and --threads must be at least 1")
 
+    def __call__(self, console: Console) -> None:
+        from ermoe.studies.bench import data, layer, model
+        from ermoe.studies.bench.peers import Shape
+        from ermoe.studies.bench.result import save, show
+
+        shape, rounds, threads = Shape(images=self.images), self.rounds, max(self.threads)
+        benchmarks = {
+            "layer": lambda: layer.beside_peers(
+                shape, rounds=rounds, threads=list(self.threads), routings=list(self.routings), memory=self.memory
+            ),
+            "routing": lambda: layer.routing(shape, rounds=rounds, threads=threads),
+            "scaling": lambda: layer.scaling(shape, rounds=rounds, threads=threads),
+            "model": lambda: model.run(images=self.images, rounds=rounds, threads=threads),
+            "data": lambda: data.run(self.data, rounds=rounds, threads=threads),
+        }
+        for name in benchmarks if self.what == "all" else [self.what]:
+            result = benchmarks[name]()
+            show(result, console)
+            console.print(f"written: {save(result, self.out)}")
+
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    options = tyro.cli(Bench, args=argv, prog="ermoe bench")
-    from rich.console import Console
-
-    from ermoe.studies.bench import data, layer, model, routing, scaling
-    from ermoe.studies.bench.peers import Shape
-    from ermoe.studies.bench.result import save, show
-
-    shape, threads = Shape(images=options.images), max(options.threads)
-    benchmarks = {
-        "layer": lambda: layer.run(
-            shape,
-            rounds=options.rounds,
-            threads=list(options.threads),
-            routings=list(options.routings),
-            memory=options.memory,
-        ),
-        "routing": lambda: routing.run(shape, rounds=options.rounds, threads=threads),
-        "scaling": lambda: scaling.run(shape, rounds=options.rounds, threads=threads),
-        "model": lambda: model.run(images=options.images, rounds=options.rounds, threads=threads),
-        "data": lambda: data.run(options.data, rounds=options.rounds, threads=threads),
-    }
-    console = Console()
-    for name in benchmarks if options.what == "all" else [options.what]:
-        result = benchmarks[name]()
-        show(result, console)
-        console.print(f"written: {save(result, options.out)}")
+    parse_command(Bench, argv, prog="ermoe bench")(Console())

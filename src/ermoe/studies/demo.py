@@ -18,7 +18,7 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ermoe.studies.bench.clock import Measurement
+    from ermoe.studies.bench.measure import Measurement
     from ermoe.studies.record import Record
 
 MODELS = {
@@ -58,9 +58,8 @@ class Demo:
 
     def __call__(self, console: Console) -> None:
         from ermoe.explore.inspect import inspect
-        from ermoe.studies.comparison import run_comparison
+        from ermoe.studies.comparison import run_comparison, step_times
         from ermoe.studies.image_command import Comparison
-        from ermoe.studies.step_times import step_times
 
         say(console, f"Training {', '.join(MODELS)} on the digits of scikit-learn, {self.epochs} epochs.")
         trained = self.out / f"{self.epochs}-epochs"
@@ -75,7 +74,7 @@ class Demo:
         )
         records = run_comparison(asked, console=console)
         console.print(_table(rows(records, step_times(asked), trained / "runs", self.seed)))
-        say(console, noise_note(records[0]["figures"]["top1"]))
+        say(console, _noise_note(records[0]["figures"]["top1"]))
         runs = {name: trained / "runs" / f"{preset}-{self.seed}" for name, preset in MODELS.items()}
         sparse = [str(folder) for name, folder in runs.items() if name != "dense"]
         say(console, f"report: {inspect(sparse, 'digits', self.out, console=console)}")
@@ -100,7 +99,7 @@ def rows(records: list[Record], steps: dict[str, Measurement], runs: Path, seed:
     return made
 
 
-def noise_note(accuracy: float) -> str:
+def _noise_note(accuracy: float) -> str:
     """How large a difference in accuracy has to be before it means something."""
     from ermoe.data.images import digits
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
 
 import torch
@@ -11,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ermoe.analysis import plots
-from ermoe.analysis.patches import patch_experts, patch_grid, tinted
 from ermoe.analysis.recorder import record_routing
 from ermoe.data.images import open_images
-from ermoe.files import replacing
+from ermoe.explore.patches import patch_experts, patch_grid, tinted
+from ermoe.files import StrPath, replacing
 from ermoe.images.run import transform_for
 from ermoe.models.io import load
 from ermoe.train.loader import Loader
@@ -25,7 +24,7 @@ _STROKE = 0.75  # how dark the ink of a digit is drawn
 
 
 @torch.no_grad()
-def write_picture(runs: Mapping[str, Path], path: str | PathLike[str]) -> Path:
+def write_picture(runs: Mapping[str, Path], path: StrPath) -> Path:
     """One held-out digit of each class by the experts of ERMoE's last layer, and that layer's loads in each model."""
     images = open_images("digits", "test")
     models = {name: load(RunFolder(runs[name]).final).eval() for name in _COLOURS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from scipy.special import stdtrit
@@ -68,16 +69,16 @@ def verdict(
     count = min(len(ours), len(theirs))
     if count < 2:
         return f"{what}: {first} is above {second} by {abs(gap):{form}}; one seed says nothing about noise."
-    margin = welch_margin(ours, theirs)
+    margin = _welch_margin(ours, theirs)
     size = "more than" if abs(gap) > margin else "inside"
     noise = f"{size} the noise of {count} seeds (95 % interval ± {margin:{form}})"
     return f"{what}: {first} is above {second} by {abs(gap):{form}}, {noise}."
 
 
-def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Half of the 95 % interval of the difference of two means, by Welch's t: three seeds know little of their spread.
 
-    >>> round(welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
+    >>> round(_welch_margin([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), 2)
     2.27
     """
     squares = [deviation(values) ** 2 / len(values) for values in (ours, theirs)]
@@ -87,3 +88,34 @@ def welch_margin(ours: Sequence[float], theirs: Sequence[float]) -> float:
         square**2 / (len(values) - 1) for square, values in zip(squares, (ours, theirs), strict=True)
     )
     return float(stdtrit(freedom, 0.975)) * math.sqrt(sum(squares))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The records of a study, asked by the name of a run and the path to one of its figures.
+
+    >>> runs = Runs([{"name": "a", "figures": {"x": {"y": 1.0}}}, {"name": "a", "figures": {"x": {"y": 2.0}}}])
+    >>> runs.mean("a", "x", "y"), runs.cell("a", "x", "y", style=".1f")
+    (1.5, '1.5 ± 0.7')
+    """
+
+    records: Sequence[Record]
+
+    def of(self, name: str, *path: str) -> list[float]:
+        """One value a seed, as by `figures_of`."""
+        return figures_of(self.records, name, *path)
+
+    def mean(self, name: str, *path: str) -> float:
+        """Their mean."""
+        return mean(self.of(name, *path))
+
+    def cell(self, name: str, *path: str, style: str = ".2%") -> str:
+        """Their mean ± standard deviation."""
+        return cell(self.of(name, *path), style)
+
+    def verdict(
+        self, larger: tuple[str, str], smaller: tuple[str, str], *path: str, what: str, form: str = ".3g"
+    ) -> str:
+        """The sentence on two runs, each given by its name and by what the sentence calls it."""
+        (ours, one), (theirs, other) = larger, smaller
+        return verdict(self.of(ours, *path), self.of(theirs, *path), larger=one, smaller=other, what=what, form=form)

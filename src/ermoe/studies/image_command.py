@@ -38,8 +38,7 @@ class Comparison:
 
     def __call__(self, console: Console) -> None:
         from ermoe.files import replacing
-        from ermoe.studies.comparison import run_comparison, table
-        from ermoe.studies.step_times import step_times
+        from ermoe.studies.comparison import run_comparison, step_times, table
 
         shown = table(run_comparison(self, console=console), step_times(self)).markdown()
         say(console, shown)

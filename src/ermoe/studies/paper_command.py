@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ermoe.console import Command, run_command
+from ermoe.studies.paper.setup import Setup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,47 +40,13 @@ class Run:
 
     study: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ID")]
     """One of `ermoe paper list`."""
-    data: str | None = None
-    """Folder of a data set of the kind that the list names."""
-    scale: Literal["mini", "full"] = "mini"
-    """mini: minutes on two cores. full: the paper's sizes, on the data you name; for GPUs."""
-    seeds: int = 3
-    """How many seeds."""
-    pretrain: str | None = None
-    """few-shot, ablation: the images that features are learned from; by default half of the classes of --data."""
-    weights: str | None = None
-    """full: what models start from, a file with weights of a ViT, or "timm"."""
-    epochs: int | None = None
-    """Other than what the scale has, for a quick try; results go to a folder of their own."""
-    out: Path = Path("runs/paper")
-    """Folder for the records, a line a run, the table and the plot."""
-    work: Path = Path("runs/paper/trained")
-    """Folder for trained models, which studies share."""
-    threads: int = 0
-    """CPU threads; 0 leaves that to torch."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto is the accelerator if there is one."""
+    setup: Setup = field(default_factory=Setup)
 
     def __call__(self, console: Console) -> None:
         from ermoe.studies.paper.catalogue import find
-        from ermoe.studies.paper.study import Setup, run
+        from ermoe.studies.paper.study import run
 
-        run(
-            find(self.study),
-            Setup(
-                data=self.data,
-                scale=self.scale,
-                seeds=self.seeds,
-                out=self.out,
-                work=self.work,
-                threads=self.threads,
-                weights=self.weights,
-                pretrain=self.pretrain,
-                epochs=self.epochs,
-                device=self.device,
-                console=console,
-            ),
-        )
+        run(find(self.study), replace(self.setup, console=console))
 
 
 COMMANDS: dict[str, type[Command]] = {"list": List, "run": Run}

@@ -70,15 +70,12 @@ def one_row_a_name(
     >>> one_row_a_name(runs, "preset", {"accuracy": spread("top1")}).rows
     [['a', '2', '55.00% ± 7.07%']]
     """
-    own = {name: [record for record in records if record["name"] == name] for name in _names(records, labels)}
+    there = dict.fromkeys(record["name"] for record in records)
+    shown = list(there) if labels is None else [name for name in labels if name in there]
+    own = {name: [record for record in records if record["name"] == name] for name in shown}
     rows = [[(labels or {}).get(name, name), str(len(runs)), *(show(runs) for show in columns.values())]
             for name, runs in own.items()]  # fmt: skip
     return Table([first, "seeds", *columns], rows)
-
-
-def _names(records: Sequence[Record], labels: Mapping[str, str] | None) -> list[str]:
-    there = dict.fromkeys(record["name"] for record in records)
-    return list(there) if labels is None else [name for name in labels if name in there]
 
 
 def spread(*path: str, style: str = ".2%") -> Show:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from ermoe.retrieval.losses import contrastive_loss
+from ermoe.retrieval.contrastive import contrastive_loss
 
 TOLERANCE = 1e-6
 

@@ -12,7 +12,7 @@ def ddp_with_a_death(group, folder):
     died = Path(folder, "died")
 
     def die(epoch, step):
-        if group.rank == 1 and (epoch, step) == (1, 7) and not died.exists():
+        if group.rank == 1 and (epoch, step) == (1, 4) and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -24,10 +24,10 @@ def fsdp(group, folder):
 
 
 def fsdp_interrupted(group, folder):
-    """Stops at step 13 of the first epoch, after the checkpoint of step 10."""
+    """Stops at step 8 of the first epoch, after the checkpoint of step 5."""
 
     def stop(epoch, step):
-        if step == 13:
+        if step == 8:
             raise StoppedError
 
     try:

@@ -7,12 +7,15 @@ import ermoe
 from ermoe.nn.registry import build_layer
 from support.recorded_tower import Tower, assert_same, batches, record
 
+pytestmark = pytest.mark.no_cover  # lines that torch traces are not run, and tracing takes twice as long when watched
+
 
 @pytest.fixture
 def tower():
     return Tower().eval()
 
 
+@torch.no_grad()
 def test_under_compile(tower):
     data = batches(3)
     compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")
@@ -23,6 +26,7 @@ def test_under_compile(tower):
     assert routing.tallies["crowded"].totals.count_CE.equal(record(tower, data).tallies["crowded"].totals.count_CE)
 
 
+@torch.no_grad()
 def test_recording_every_epoch_compiles_once(tower):
     data = batches(1)
     compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")

@@ -14,19 +14,18 @@ import torch
 from rich.console import Console
 
 import ermoe
-from ermoe.brain.calibration import AgeCalibration, Line
+from ermoe.brain.ages import AgeCalibration, Line
 from ermoe.brain.commands import Train
 from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.preprocess import prepare
-from ermoe.brain.data.settings import Preprocessing, VolumeAugmentation
+from ermoe.brain.data.scans import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import learn_phantoms
-from ermoe.brain.model import BrainAgeModel, hashed_id
-from ermoe.brain.predict import Prediction, predict
-from ermoe.brain.recipes import NETWORKS, recipe
+from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
+from ermoe.brain.recipes import NETWORKS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
@@ -325,7 +324,7 @@ def test_a_model_can_start_from_another_that_does_not_know_its_test_people(finis
     table.write_text(table.read_text().replace("sub-", "sub-other"))
     later = train(others, tmp_path / "later", folds=2, **options)
     known = open_cohort(cohort_root).scans[0].participant_id
-    assert later.knows(known)
+    assert later.parts_of(known)
     assert later.fold_without(["sub-nobody"]) == "fold-0"
 
 
@@ -358,10 +357,16 @@ def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monke
     assert said in capsys.readouterr().err
 
 
+def test_a_run_that_has_no_model_yet_is_not_finished(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no brain-age model: name a run of `ermoe brain train` that is finished"):
+        BrainAgeModel.load(tmp_path)
+
+
 def test_prediction_waits_for_no_library_it_does_not_use():
     """Each of them takes seconds to import: as long as the whole of one prediction may take."""
     heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}
-    code = f"import sys\nimport ermoe.brain.predict\nprint(*({heavy} & set(sys.modules)))"
+    code = f"import sys\nimport ermoe.brain.model\nprint(*({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -10,12 +10,13 @@ import torch
 from PIL import Image
 
 import ermoe
-from ermoe.analysis.curve_plots import Curve, Scale, curves
+from ermoe.analysis.plots import Curve, Scale, curves
+from ermoe.analysis.report import THRESHOLDS
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.explore import inspection
 from ermoe.explore.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
-from ermoe.explore.patch_viewer import Patched, viewer
+from ermoe.explore.patches import Patched, viewer
 from support import slow_measures as slow
 from support.inspected import SIZE, model, write_report
 
@@ -68,7 +69,7 @@ def test_numbers_in_the_files_are_those_of_a_recording(report):
         (name, e, float(number)) for name, load in count.items() for e, number in enumerate(load)
     ]
     rates = list(csv.DictReader((report.parent / "figures" / "first-fallback.csv").open()))
-    assert {row["T"] for row in rates} == {str(t) for t in inspection.THRESHOLDS}
+    assert {row["T"] for row in rates} == {str(t) for t in THRESHOLDS}
     own = found.summary()["block 1"]["fallback_rate"]
     at_half = next(float(row["fallback"]) for row in rates if row["layer"] == "block 1" and row["T"] == "0.5")
     assert at_half == pytest.approx(own, abs=1e-9)

@@ -222,6 +222,7 @@ class TestCalibrate:
             ermoe.calibrate(sparse, ["images"])
 
 
+@pytest.mark.no_cover
 class TestOnCifar:
     """Point by point what must hold at step 0, on real images."""
 
@@ -245,14 +246,14 @@ class TestOnCifar:
 
     def test_loads_are_equal_on_images_not_calibrated_on(self, dense, cifar):
         sparse = ermoe.upcycle(dense)
-        seen, unseen = cifar("test", slice(0, 512))[0], cifar("test", slice(512, 1024))[0]
+        seen, unseen = cifar("test", slice(0, 256))[0], cifar("test", slice(256, 512))[0]
         ermoe.calibrate(sparse, seen.split(128))
         for name, count_E in loads(sparse, unseen).items():
             assert load_cv2(count_E) <= 0.05, name
 
     def test_a_budget_is_met_on_images_not_calibrated_on(self, dense, cifar):
         sparse = ermoe.upcycle(dense, below_threshold="prune")
-        seen, unseen = cifar("test", slice(0, 512))[0], cifar("test", slice(512, 1024))[0]
+        seen, unseen = cifar("test", slice(0, 256))[0], cifar("test", slice(256, 512))[0]
         ermoe.calibrate(sparse, seen.split(128), budget=1.5)
         for name, routing in routings(sparse, unseen).items():
             experts = sum(int(r.count_E.sum()) for r in routing) / sum(r.num_tokens for r in routing)

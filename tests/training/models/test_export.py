@@ -98,6 +98,7 @@ class TestCapacity:
         )
         assert tight.difference > 1e-3
 
+    @pytest.mark.no_cover
     def test_it_is_cheaper(self, sparse):
         images = photographs(64)[:1]
         work = []
@@ -111,6 +112,7 @@ class TestCapacity:
         assert work[1] < work[0]
 
 
+@pytest.mark.no_cover
 class TestVolumes:
     @pytest.fixture
     def sparse(self):
@@ -151,6 +153,7 @@ class TestSharedPlaces:
         assert distance(program.module()(photographs(64)[:5]), outputs(sparse, photographs(64)[:5])) < 1e-4
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", ["hugging face", "torchvision", "eva02_tiny_patch14_224"])
 def test_other_families_export(name):
     dense, size = build(name)
@@ -160,6 +163,7 @@ def test_other_families_export(name):
     assert distance(program.module()(images).detach(), outputs(sparse, images)) < 1e-4
 
 
+@pytest.mark.no_cover
 def test_the_model_is_left_alone(sparse):
     before = outputs(sparse, photographs(64))
     to_program(sparse, photographs(64)[:1], path="capacity", dynamic_batch=False)

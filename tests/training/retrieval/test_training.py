@@ -11,8 +11,7 @@ from ermoe.errors import UserError
 from ermoe.retrieval.build import load_clip
 from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.contrastive import Contrastive
-from ermoe.retrieval.losses import contrastive_loss
+from ermoe.retrieval.contrastive import Contrastive, contrastive_loss
 from ermoe.retrieval.presets import METHODS, PRESETS, VARIANTS, recipe
 from ermoe.retrieval.run import train
 from ermoe.train.compute import Compute
@@ -44,9 +43,10 @@ def test_every_method_trains_and_leaves_a_model_that_dev_chose(flickr, tmp_path,
     assert best_of(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "best"
 
 
+@pytest.mark.no_cover
 def test_a_run_learns_to_tell_its_training_pairs_apart(flickr, tmp_path):
     """Loss falls well below that of guessing, ln(batch)."""
-    fast = replace(recipe("tiny-ermoe").training, epochs=25, base_lr=0.1, warmup_epochs=2.0, ema=0.0)
+    fast = replace(recipe("tiny-ermoe").training, epochs=15, base_lr=0.1, warmup_epochs=1.0, ema=0.0)
     calm = replace(recipe("tiny-ermoe"), augmentation=NO_AUGMENTATION, training=fast)
     train(calm, flickr, tmp_path / "run", cache=True)
     losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
@@ -121,6 +121,7 @@ def test_two_branches_are_two_contrastive_losses(flickr):
     torch.testing.assert_close(task.loss(model, batch), expected)
 
 
+@pytest.mark.no_cover
 def test_an_interrupted_run_ends_as_if_nothing_had_happened(flickr, tmp_path):
     train("tiny-ermoe", flickr, tmp_path / "whole", cache=True, save_every=2)
     stopped = tmp_path / "stopped"

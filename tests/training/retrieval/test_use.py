@@ -9,13 +9,13 @@ import ermoe
 from ermoe.cli.main import main
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.classify import class_features
 from ermoe.retrieval.clip.model import UNKNOWN_PRETRAINING
+from ermoe.retrieval.encode import class_features
 from ermoe.retrieval.evaluation import evaluate, training_images
 from ermoe.retrieval.figures import RECALLS
 from ermoe.retrieval.index import build_index, open_index
-from ermoe.retrieval.plots import similarities
 from ermoe.retrieval.presets import recipe
+from ermoe.retrieval.report import similarities
 from ermoe.retrieval.run import train
 from ermoe.train.compute import Compute
 from support import captions as layouts

@@ -5,9 +5,8 @@ import torch
 from rich.console import Console
 
 from ermoe.nn import MoE
-from ermoe.studies.bench import data, layer, routing, scaling
-from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench import data, layer
+from ermoe.studies.bench.measure import compare, peak_megabytes, take_turns
 from ermoe.studies.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.studies.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
 from ermoe.studies.bench.result import Bar, Result, save, show
@@ -65,7 +64,7 @@ def test_our_dense_experts_and_the_peer_compute_the_same_numbers():
 
 
 def test_a_result_is_saved_with_all_that_is_needed_to_trust_it(tmp_path, capsys):
-    result = layer.run(SMALL, rounds=2, threads=[1], routings=["natural"], memory=False)
+    result = layer.beside_peers(SMALL, rounds=2, threads=[1], routings=["natural"], memory=False)
     (record,) = read_records(save(result, tmp_path))
     assert {"command", "commit", "machine", "versions"} <= record["environment"].keys()
     assert record["environment"]["machine"]["cores"] >= 1
@@ -80,10 +79,10 @@ def test_a_result_is_saved_with_all_that_is_needed_to_trust_it(tmp_path, capsys)
 
 
 def test_routing_benchmark_reports_its_share():
-    result = routing.run(SMALL, rounds=2, threads=1)
+    result = layer.routing(SMALL, rounds=2, threads=1)
     assert [bar.limit for bar in result.bars] == [0.06, 0.10]
     assert all(bar.value > 0 for bar in result.bars)
-    names = {row.name for row in result.tables[routing.PARTS]}
+    names = {row.name for row in result.tables[layer.PARTS]}
     assert {"floor", "our V-MoE", "our V-MoE: products", "ermoe R=504 r=56: combining"} <= names
 
 
@@ -111,7 +110,7 @@ def test_the_paper_layer_has_the_presets_ranks():
 
 def test_products_alone_are_the_experts_with_equally_many_rows():
     built = eigen_layer(SMALL, route_rank=32)
-    outputs = scaling.products_of(built, SMALL)()
+    outputs = layer.products_of(built, SMALL)()
     rows = tokens(SMALL)[0].flatten(0, 1).repeat(2, 1)
     with torch.no_grad():
         torch.testing.assert_close(outputs, built.experts(rows, torch.tensor([10, 10, 10, 10])))

@@ -9,12 +9,11 @@ import torch
 
 from ermoe.cli.main import run_image as run
 from ermoe.errors import UserError
-from ermoe.studies import step_times as steps_module
-from ermoe.studies.bench.clock import Measurement
-from ermoe.studies.comparison import run_comparison, table
+from ermoe.studies import comparison as steps_module
+from ermoe.studies.bench.measure import Measurement
+from ermoe.studies.comparison import run_comparison, step_times, table
 from ermoe.studies.image_command import Comparison
 from ermoe.studies.record import RECORDS, read_records
-from ermoe.studies.step_times import step_times
 
 PRESETS = ("digits-dense", "digits-v-moe")
 

@@ -77,41 +77,41 @@ def test_a_kept_model_shares_out_plain_images_evenly_and_training_keeps_its_own_
 
 def test_tensorboard_reads_what_the_metrics_say(tmp_path):
     def stop(epoch, step):
-        if (epoch, step) == (0, 20):
+        if (epoch, step) == (0, 8):
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        run(tmp_path, recipe(epochs=1, save_every=10), before=stop)
-    run(tmp_path, recipe(epochs=1, save_every=10))
+        run(tmp_path, recipe(epochs=1, save_every=5), before=stop)
+    run(tmp_path, recipe(epochs=1, save_every=5))
     board = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == list(range(1, 26)), "repeated steps count once"
+    assert [event.step for event in board.Scalars("train/loss")] == list(range(1, 13)), "repeated steps count once"
     assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses(tmp_path))
 
 
 def test_bases_may_be_retracted_within_an_epoch(tmp_path):
-    """At step 14 of 25 they are as far from orthonormal as four steps take them, not fourteen."""
+    """At step 11 of 12 they are as far from orthonormal as three steps take them, not eleven."""
     worst = {}
-    for every in (0, 10):
+    for every in (0, 8):
 
         def stop(epoch, step):
-            if step == 14:
+            if step == 11:
                 raise StoppedError
 
         folder = tmp_path / str(every)
         with pytest.raises(StoppedError):
-            run(folder, recipe(retract_every=every, save_every=14, ema=0), before=stop)
+            run(folder, recipe(retract_every=every, save_every=11, ema=0), before=stop)
         state = checkpoint.read(folder / "checkpoints" / "last.pt")["model"]
         stacks = [tensor for name, tensor in state.items() if name.endswith((".U", ".V"))]
         worst[every] = max(float(orthonormality_error(stack).max()) for stack in stacks)
-    assert worst[10] < 0.5 * worst[0]
+    assert worst[8] < 0.5 * worst[0]
 
 
 def test_where_there_is_no_terminal_every_epoch_is_a_line(tmp_path):
     file = io.StringIO()
     run(tmp_path, recipe(epochs=2), console=Console(file=file, width=20))
     first, second = file.getvalue().splitlines()
-    assert first.startswith("step 25 of 50: loss ")
-    assert second.startswith("step 50 of 50: loss ")
+    assert first.startswith("step 12 of 24: loss ")
+    assert second.startswith("step 24 of 24: loss ")
 
 
 def test_a_warm_up_longer_than_the_run_is_pointed_out(tmp_path, caplog):
@@ -151,6 +151,7 @@ def test_half_precision_follows_full_precision(tmp_path, precision):
     assert losses(tmp_path / precision) == pytest.approx(losses(tmp_path / "fp32"), abs=0.05)
 
 
+@pytest.mark.no_cover
 def test_a_compiled_run_follows_the_plain_one(tmp_path, monkeypatch):
     run(tmp_path / "plain", recipe(epochs=1, log_every=5))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

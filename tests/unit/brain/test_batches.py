@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ermoe.brain.batches import ScanSet, Variants, every_scan
-from ermoe.brain.data.settings import VolumeAugmentation
+from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.inputs import network_input
+from ermoe.brain.recipes import VolumeAugmentation
 from ermoe.data.order import Order
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
@@ -19,7 +19,7 @@ AUGMENTATION = VolumeAugmentation(shift_mm=2.0)
 
 
 class KeptBalls(BallCache):
-    """With what `Variants` asks of a cache."""
+    """With what kept inputs ask of a cache."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -47,20 +47,18 @@ def test_a_batch_is_the_network_input_of_its_scans():
 def test_kept_variants_are_augmented_inputs(kind, tolerance, tmp_path):
     pytest.importorskip("monai")
     cache = KeptBalls(tmp_path)
-    kept = Variants(cache, AUGMENTATION, kind, 3)
-    (scan,) = people(1)
-    found = [kept.input(scan, seed=0, epoch=epoch, index=0) for epoch in range(12)]
+    kept = ScanSet(cache, people(1), kind, augmentation=AUGMENTATION, variants=3)
+    first = np.array([0])
+    found = [kept.read(first, epoch).input_BCXYZ for epoch in range(12)]
     assert cache.asked == len(list(tmp_path.rglob("*.npz"))) <= 3
-    different = {tuple(seen.flatten()[:: max(1, seen.numel() // 50)].tolist()) for seen, _ in found}
+    different = {tuple(seen.flatten()[:: max(1, seen.numel() // 50)].tolist()) for seen in found}
     assert 2 <= len(different) <= 3
-    again = Variants(cache, AUGMENTATION, kind, 3).input(scan, seed=0, epoch=0, index=0)
-    assert torch.equal(again[0], found[0][0])
-    plain = network_input(
-        kind, *(torch.from_numpy(p)[None] for p in (cache.volume(scan).t1_XYZ, cache.volume(scan).mask_XYZ))
-    )
-    assert again[0].shape == plain[0][0].shape
-    still = Variants(cache, VolumeAugmentation(probability=0.0, noise=0.0, bias_field=0.0, gamma=0.0), kind, 1)
-    torch.testing.assert_close(still.input(scan, seed=0, epoch=0, index=0)[0], plain[0][0], atol=tolerance, rtol=2e-3)
+    assert torch.equal(kept.read(first).input_BCXYZ, found[0])
+    plain = ScanSet(cache, people(1), kind).read(first).input_BCXYZ
+    assert found[0].shape == plain.shape
+    nothing = VolumeAugmentation(probability=0.0, noise=0.0, bias_field=0.0, gamma=0.0)
+    still = replace(kept, augmentation=nothing, variants=1).read(first).input_BCXYZ
+    torch.testing.assert_close(still, plain, atol=tolerance, rtol=2e-3)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("blocks", 2e-3), ("t1", 4e-3)])

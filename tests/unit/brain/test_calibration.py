@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ermoe.brain.calibration import POOLED, AgeCalibration, Line, age_residualised_gap
+from ermoe.brain.ages import POOLED, AgeCalibration, Line, age_residualised_gap
 from ermoe.brain.metrics import figures
 from ermoe.errors import UserError
 from ermoe.files import from_json, to_json

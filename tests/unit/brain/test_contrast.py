@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
-from ermoe.brain.data.settings import InputKind, num_channels, reduction
 from ermoe.brain.inputs import network_input, partial_volumes, tissue_means
+from ermoe.brain.recipes import CHANNELS, InputKind, recipe, reduction
 from ermoe.errors import UserError
 
 
@@ -78,11 +78,11 @@ def test_shapes_and_refusals():
     for kind in get_args(InputKind):
         side = 24 // reduction(kind)
         seen, kept = network_input(kind, t1, mask)
-        assert seen.shape == (1, num_channels(kind), side, side, side)
+        assert seen.shape == (1, CHANNELS[kind], side, side, side)
         assert kept.shape == (1, side, side, side)
     with pytest.raises(UserError, match="all equal"):
         tissue_means(torch.ones_like(t1), mask)
     with pytest.raises(UserError, match="too small"):
         tissue_means(t1, torch.zeros_like(mask))
     with pytest.raises(UserError, match="input='rgb'"):
-        num_channels("rgb")
+        recipe("tiny", input="rgb")

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ermoe.brain.age_head import AgeBins, AgeHead, AgeRegression
+from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, VolumeBatch
-from ermoe.brain.data.settings import num_channels, reduction
 from ermoe.brain.estimation import Estimation, Lesson, hidden_cubes
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.recipes import Recipe, recipe
+from ermoe.brain.recipes import CHANNELS, Recipe, recipe, reduction
 from ermoe.train.compute import Compute
 from support.tiny_brains import BallCache, people
 
@@ -49,7 +48,7 @@ def on_cuda(network: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def volumes(chosen: Recipe, num: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and mask on the pretended GPU; to be called within the mode."""
     shape = [-(-edge // reduction(chosen.input)) for edge in chosen.preprocessing.shape]
-    seen = torch.randn(num, num_channels(chosen.input), *shape, device="cuda")
+    seen = torch.randn(num, CHANNELS[chosen.input], *shape, device="cuda")
     return seen, torch.ones(num, *shape, dtype=torch.bool, device="cuda")
 
 

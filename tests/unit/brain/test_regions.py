@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ermoe.analysis.recorder import record_routing
-from ermoe.brain.age_head import AgeBins
+from ermoe.brain.ages import AgeBins
 from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.recipes import recipe

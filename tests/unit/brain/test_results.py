@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ermoe.brain import simple
-from ermoe.brain.age_head import AgeBins, AgeRegression
+from ermoe.brain.ages import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
+from ermoe.brain.evaluation import by_label, labels, mean_age, over_folds
 from ermoe.brain.metrics import retest
 from ermoe.brain.results import Outputs, for_new_people, held_out
 from ermoe.errors import UserError
@@ -109,14 +109,14 @@ def test_outputs_survive_the_disk_and_know_their_scans(tmp_path):
 def test_simple_estimates_learn_from_training_people_alone():
     scans = people(24)
     splits = folds(scans)
-    found = simple.over_folds(simple.mean_age, scans, splits)
+    found = over_folds(mean_age, scans, splits)
     age = np.array([scan.age for scan in scans])
     for row in range(24):
         others = [n for n in range(24) if n % 4 != row % 4]
         assert found[row] == pytest.approx(age[others].mean())
-    labels = simple.labels(scans)
-    assert set(labels) == {"site", "batch"}
-    by_batch = simple.over_folds(simple.by_label(labels["batch"]), scans, splits)
+    found_labels = labels(scans)
+    assert set(found_labels) == {"site", "batch"}
+    by_batch = over_folds(by_label(found_labels["batch"]), scans, splits)
     others = [n for n in range(24) if n % 4 != 0 and scans[n].columns["batch"] == scans[0].columns["batch"]]
     assert by_batch[0] == pytest.approx(age[others].mean())
 

@@ -1,5 +1,7 @@
 """Saving and loading: the same model comes back, and what is wrong with a file is said in one sentence."""
 
+import copy
+import functools
 import json
 import os
 import shutil
@@ -29,6 +31,12 @@ KINDS = {
 
 
 def sparse_model(name, kind="eigen"):
+    """A copy of a model that is made once."""
+    return copy.deepcopy(made(name, kind))
+
+
+@functools.cache
+def made(name, kind):
     dense, size = build(name)
     model = apart(ermoe.upcycle(dense, **KINDS[kind])).eval()
     return (ermoe.merge(model) if kind == "merged" else model), size

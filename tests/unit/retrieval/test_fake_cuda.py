@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ermoe.data.images import ImagesInMemory
 from ermoe.retrieval import encode
-from ermoe.retrieval.clip.tokens import tokenise
-from ermoe.retrieval.losses import OBJECTIVES, contrastive_loss
+from ermoe.retrieval.clip.towers import tokenise
+from ermoe.retrieval.contrastive import OBJECTIVES, contrastive_loss
 from ermoe.retrieval.presets import recipe
 from ermoe.train.compute import Compute, Processes
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ermoe.retrieval.losses import contrastive_loss
+from ermoe.retrieval.contrastive import contrastive_loss
 
 GOLDEN = Path(os.environ.get("ERMOE_DATA", "")) / "golden"
 needs_data = pytest.mark.skipif("ERMOE_DATA" not in os.environ, reason="set ERMOE_DATA to the folder of test data")

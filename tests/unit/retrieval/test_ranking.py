@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ermoe.errors import UserError
-from ermoe.retrieval.figures import CUTS, RECALLS, retrieve
-from ermoe.retrieval.ranking import TIES, rank
+from ermoe.retrieval.figures import CUTS, RECALLS, TIES, rank, retrieve
 from support.slow_ranks import as_lists, grouped, slow_rank
 
 GOLDEN = Path(os.environ.get("ERMOE_DATA", "")) / "golden"

@@ -8,7 +8,8 @@ from ermoe.errors import UserError
 from ermoe.nn.rivals.clip_moe import ClipMoE, ClipMoERouter
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.retrieval.clip.model import create_clip
-from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.clip.towers import tokenise
+from ermoe.retrieval.presets import TextShape
 from ermoe.retrieval.rivals.clip_moe import (
     clip_moe,
     joint_clusters,
@@ -17,7 +18,6 @@ from ermoe.retrieval.rivals.clip_moe import (
     train_only_mlps,
 )
 from ermoe.retrieval.rivals.long_clip import primary_components, stretch_positions, stretched
-from ermoe.retrieval.text_shape import TextShape
 
 IMAGE = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from ermoe.errors import UserError
-from ermoe.studies.queue import Job, run_queue
-from ermoe.studies.record import add_records, new_record, read_records
+from ermoe.studies.record import Job, add_records, new_record, read_records, run_queue
 
 
 @pytest.fixture

@@ -7,17 +7,16 @@ which number of a segmentation stands for which tissue: only ever what a table s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
-from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Segmentation, Tissue, TissueSource
+from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Scan, Segmentation, Tissue, TissueSource
 from ermoe.brain.data.tables import read_table
 from ermoe.errors import UserError
-from ermoe.files import is_hidden
 
 _OF_DERIVATIVES = {"desc", "label", "space", "res", "den", "atlas", "seg", "hemi"}
 _NATIVE_SPACES = {None, "T1w", "orig", "scanner"}
@@ -93,7 +92,7 @@ def _session_folders(root: Path) -> Iterator[tuple[str, str | None, Path]]:
 def _choose(participant_id: str, session_id: str | None, folder: Path, rule: str) -> Choice:
     choice = Choice(participant_id, session_id, None)
     candidates = []
-    for path in images(folder / "anat", "T1w"):
+    for path in _images(folder / "anat", "T1w"):
         entities = Name.parsed(path).entities
         if "ce" in entities:
             choice.with_contrast.append(path)
@@ -116,11 +115,11 @@ def _rank(path: Path, *, last_run: bool) -> tuple[int, int, str]:
     return len(entities), -number if last_run else number, path.name
 
 
-def images(folder: Path, suffix: str) -> list[Path]:
+def _images(folder: Path, suffix: str) -> list[Path]:
     """NIfTI files of a folder with a BIDS suffix; of twins packed and unpacked, the packed one."""
     found: dict[str, Path] = {}
     for extension in _SUFFIXES:
-        for path in sorted(path for path in folder.glob(f"*_{suffix}{extension}") if not is_hidden(path)):
+        for path in sorted(folder.glob(f"[!.]*_{suffix}{extension}")):  # macOS leaves "._" twins beside files
             found.setdefault(stem(path), path)
     return [found[name] for name in sorted(found)]
 
@@ -133,10 +132,10 @@ def _pipelines(root: Path) -> list[Path]:
     return [*inside, *loose, root]
 
 
-def derived(folder: Path, suffix: str, t1: Path) -> list[Path]:
+def _derived(folder: Path, suffix: str, t1: Path) -> list[Path]:
     """Images with a suffix in a folder that belong to a T1, in its own space, plainest name first."""
     own = Name.parsed(t1).entities
-    fitting = [path for path in images(folder, suffix) if _belongs(Name.parsed(path).entities, own)]
+    fitting = [path for path in _images(folder, suffix) if _belongs(Name.parsed(path).entities, own)]
     return sorted(fitting, key=lambda path: (len(Name.parsed(path).entities), path.name))
 
 
@@ -148,31 +147,22 @@ def _belongs(entities: dict[str, str], own: dict[str, str]) -> bool:
     return all(own.get(key) == value for key, value in said.items())
 
 
-def _session_folder(pipeline: Path, participant_id: str, session_id: str | None) -> Path:
-    """Where a pipeline keeps the anatomy of a session."""
-    return pipeline / participant_id / (session_id or ".") / "anat"
-
-
 def lookup_table(image: Path, stop_at: Path) -> Path | None:
     """The TSV that explains a dseg, by BIDS's principle of inheritance: nearest folder first, plainest name last."""
     name = Name.parsed(image)
-    for folder in _upwards(image.parent, stop_at):
-        seen = (path for path in folder.glob(f"*{name.suffix}.tsv") if not is_hidden(path))
-        tables = [path for path in seen if _inherits(Name.parsed(path), name)]
+    for folder in image.parents:
+        seen = (path for path in folder.glob(f"*{name.suffix}.tsv") if not path.name.startswith("."))
+        parsed = ((Name.parsed(path), path) for path in seen)
+        tables = [
+            (len(general.entities), path.name, path)
+            for general, path in parsed
+            if general.suffix == name.suffix and general.entities.items() <= name.entities.items()
+        ]
         if tables:
-            return max(tables, key=lambda path: (len(Name.parsed(path).entities), path.name))
+            return max(tables)[-1]
+        if folder == stop_at:
+            break
     return None
-
-
-def _inherits(general: Name, special: Name) -> bool:
-    return general.suffix == special.suffix and general.entities.items() <= special.entities.items()
-
-
-def _upwards(folder: Path, stop_at: Path) -> Iterable[Path]:
-    yield folder
-    while folder != stop_at and folder != folder.parent:
-        folder = folder.parent
-        yield folder
 
 
 Codes = dict[Tissue, tuple[int, ...]]
@@ -187,11 +177,16 @@ _NAMES: dict[str, Tissue] = {
 
 
 def _codes_from_table(path: Path) -> Codes:
-    """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``.
+    """The codes of a BIDS ``dseg.tsv``, by its columns ``abbreviation`` or ``name``; read once for all people.
 
     A name must be the whole tissue. "Left-Cerebral-White-Matter" is one part of FreeSurfer's segmentation, which is
     read as tissue only when it is asked for.
     """
+    return _codes_at(path, path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _codes_at(path: Path, modified_ns: int) -> Codes:
     table = read_table(path)
     if not table.has("index") or not (table.has("name") or table.has("abbreviation")):
         raise UserError(f"{path} needs the columns index and name to say which number is which tissue")
@@ -200,8 +195,7 @@ def _codes_from_table(path: Path) -> Codes:
         tissue = _tissue_named(row.get("abbreviation", "")) or _tissue_named(row.get("name", ""))
         if tissue is not None:
             codes[tissue].append(_number(path, row["index"]))
-    unnamed = [tissue for tissue in TISSUES if not codes[tissue]]
-    if unnamed:
+    if unnamed := [tissue for tissue in TISSUES if not codes[tissue]]:
         raise UserError(
             f"{path} has no row for {', '.join(unnamed)}: name white matter, grey matter and cerebrospinal fluid in "
             "it; for FreeSurfer's labels use --tissue-from aseg"
@@ -240,120 +234,89 @@ _OF_A_PART = {"desc", "atlas", "seg", "label"}
 _FREESURFER = {"aseg", "aparcaseg", "aparcaDKTaseg", "wmparc"}
 
 
-@dataclass(slots=True)
-class Derivatives:
-    """What the derivatives of one T1 offer."""
-
-    mask: Path | None = None
-    labels: Path | None = None
-    tissue: TissueSource | None = None
-    problems: list[Problem] = field(default_factory=list)
-
-
-def find_derivatives(
-    root: Path, participant_id: str, session_id: str | None, t1: Path, *, tissue_from: str | None
-) -> Derivatives:
-    """Mask, segmentation and tissue maps of a T1; of several pipelines, the first by name that has the thing."""
-    key = "_".join(part for part in (participant_id, session_id) if part)
-    places = [(pipeline, _session_folder(pipeline, participant_id, session_id)) for pipeline in _pipelines(root)]
-    found = _collect(places, t1, tissue_from, subject=key)
-    if tissue_from == "aseg" and found.tissue is None:
-        found.tissue = _own_folder_of_freesurfer(root, key)
-    if tissue_from in ("probseg", "dseg", "aseg") and found.tissue is None and not found.problems:
+def with_derivatives(scan: Scan, root: Path, tissue_from: str | None) -> tuple[Scan, list[Problem]]:
+    """The scan with mask, segmentation and tissue maps; of several pipelines, the first by name that has the thing."""
+    folder = Path(scan.participant_id, scan.session_id or ".", "anat")
+    scan, problems = _collected(scan, [(pipeline, pipeline / folder) for pipeline in _pipelines(root)], tissue_from)
+    if tissue_from == "aseg" and scan.tissue is None:
+        scan = replace(scan, tissue=_own_folder_of_freesurfer(root, scan.key))
+    if tissue_from in ("probseg", "dseg", "aseg") and scan.tissue is None and not problems:
         what = f"has no {tissue_from} among its derivatives"
-        found.problems.append(Problem("warning", key, t1, what, "it goes without tissue maps"))
-    return found
+        problems.append(Problem("warning", scan.key, scan.t1, what, "it goes without tissue maps"))
+    return scan, problems
 
 
 def _own_folder_of_freesurfer(root: Path, key: str) -> Segmentation | None:
-    for pipeline in _pipelines(root):
-        path = pipeline / key / "mri" / "aseg.mgz"
-        if path.is_file():
-            return Segmentation(path, aseg_codes(), same_grid=False)
-    return None
+    paths = (pipeline / key / "mri" / "aseg.mgz" for pipeline in _pipelines(root))
+    found = next((path for path in paths if path.is_file()), None)
+    return None if found is None else Segmentation(found, aseg_codes(), same_grid=False)
 
 
-def find_siblings(t1: Path, *, tissue_from: str | None, subject: str) -> Derivatives:
+def with_siblings(scan: Scan, tissue_from: str | None) -> tuple[Scan, list[Problem]]:
     """The same for a T1 that was named on its own: only what lies in its folder is taken."""
-    return _collect([(t1.parent, t1.parent)], t1, tissue_from, subject=subject)
+    return _collected(scan, [(scan.t1.parent, scan.t1.parent)], tissue_from)
 
 
-def _collect(places: list[tuple[Path, Path]], t1: Path, tissue_from: str | None, *, subject: str) -> Derivatives:
-    found = Derivatives()
+def _collected(scan: Scan, places: list[tuple[Path, Path]], tissue_from: str | None) -> tuple[Scan, list[Problem]]:
+    problems: list[Problem] = []
     for pipeline, folder in places:
         if not folder.is_dir():
             continue
-        segmentations = [path for path in derived(folder, "dseg", t1) if _shows_tissues(path, pipeline)]
-        found.mask = found.mask or next((path for path in derived(folder, "mask", t1) if _desc(path) == "brain"), None)
-        found.labels = found.labels or next(iter(segmentations), None)
-        if found.tissue is None:
-            found.tissue = _tissue(pipeline, folder, t1, tissue_from, segmentations, found.problems, subject)
-    return found
+        masks = (path for path in _derived(folder, "mask", scan.t1) if _desc(path) == "brain")
+        segmentations = [path for path in _derived(folder, "dseg", scan.t1) if _shows_tissues(path, pipeline)]
+        scan = replace(
+            scan,
+            mask=scan.mask or next(masks, None),
+            labels=scan.labels or next(iter(segmentations), None),
+            tissue=scan.tissue or _tissue(scan, pipeline, folder, tissue_from, segmentations, problems),
+        )
+    return scan, problems
 
 
 def _tissue(
+    scan: Scan,
     pipeline: Path,
     folder: Path,
-    t1: Path,
     tissue_from: str | None,
     segmentations: list[Path],
     problems: list[Problem],
-    subject: str,
 ) -> TissueSource | None:
     if tissue_from == "none":
         return None
     if tissue_from == "aseg":
-        freesurfer = [path for path in derived(folder, "dseg", t1) if _is_freesurfer(path)]
+        freesurfer = [path for path in _derived(folder, "dseg", scan.t1) if _is_freesurfer(path)]
         return Segmentation(freesurfer[0], aseg_codes(), same_grid=False) if freesurfer else None
     if tissue_from in (None, "probseg"):
-        maps = _probability_maps(folder, t1)
+        maps = _probability_maps(folder, scan.t1)
         if maps is not None or tissue_from == "probseg":
             return maps
-    return _segmentation(pipeline, segmentations, problems, subject)
+    if not segmentations:
+        return None
+    return segmentation(segmentations[0], lookup_table(segmentations[0], pipeline), pipeline, scan.key, problems)
 
 
 def _probability_maps(folder: Path, t1: Path) -> ProbabilityMaps | None:
     by_label: dict[str, Path] = {}
-    for path in derived(folder, "probseg", t1):
+    for path in _derived(folder, "probseg", t1):
         by_label.setdefault(Name.parsed(path).entities.get("label", "").casefold(), path)
     paths: dict[Tissue, Path] = {tissue: by_label[tissue] for tissue in TISSUES if tissue in by_label}
     return ProbabilityMaps(paths) if len(paths) == len(TISSUES) else None
 
 
-def _segmentation(
-    pipeline: Path, segmentations: list[Path], problems: list[Problem], subject: str
+def segmentation(
+    path: Path, table: Path | None, home: Path, subject: str, problems: list[Problem]
 ) -> Segmentation | None:
-    if not segmentations:
-        return None
-    path = segmentations[0]
-    table = lookup_table(path, pipeline)
+    """A segmentation with the codes of its table; without one, or one that will do, None and a problem."""
     if table is None:
-        problems.append(
-            Problem(
-                "error",
-                subject,
-                path,
-                "has no dseg.tsv that says which number is which tissue, and numbers differ between tools",
-                f"write {pipeline / 'dseg.tsv'} with the columns index and name, or go without tissue: "
-                "--tissue-from none",
-            )
-        )
+        what = "has no dseg.tsv that says which number is which tissue, and numbers differ between tools"
+        remedy = f"write {home / 'dseg.tsv'} with the columns index and name, or go without tissue: --tissue-from none"
+        problems.append(Problem("error", subject, path, what, remedy))
         return None
     try:
-        return Segmentation(path, known_codes(table))
+        return Segmentation(path, _codes_from_table(table))
     except UserError as problem:
         problems.append(Problem("error", subject, path, f"cannot be read as tissue ({problem})"))
         return None
-
-
-@lru_cache
-def _codes_at(table: Path, modified_ns: int) -> Codes:
-    return _codes_from_table(table)
-
-
-def known_codes(table: Path) -> Codes:
-    """`_codes_from_table`, read once for all the people of a pipeline."""
-    return _codes_at(table, table.stat().st_mtime_ns)
 
 
 def _shows_tissues(path: Path, pipeline: Path) -> bool:
@@ -364,7 +327,7 @@ def _shows_tissues(path: Path, pipeline: Path) -> bool:
         return True
     table = lookup_table(path, pipeline)
     try:
-        return table is not None and bool(known_codes(table))
+        return table is not None and bool(_codes_from_table(table))
     except UserError:
         return False
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ermoe.brain.data.preprocess import Float, Preprocessing, Volume, prepare
-from ermoe.brain.data.scans import ProbabilityMaps, Problem, Scan, ScanError, Segmentation
+from ermoe.brain.data.preprocess import Float, Volume, prepare
+from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError
 from ermoe.files import cache_folder, replacing, to_json, write_json
 
 _FORMAT = 1  # to be raised when `prepare` changes what it returns
@@ -68,8 +68,8 @@ class VolumeCache:
         content = {
             "format": _FORMAT,
             "preprocessing": to_json(self.preprocessing),
-            "files": [_state(path) for path in _files(scan)],
-            "tissue": _codes(scan),
+            "files": [_state(path) for path in scan.files],
+            "tissue": to_json(getattr(scan.tissue, "codes", None)),
             "mask": "file" if scan.mask or scan.labels else _mask_tool(),
         }
         digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -123,29 +123,12 @@ def _write(stem: Path, part: str, array: NDArray[Any]) -> None:
         np.save(draft, array, allow_pickle=False)
 
 
-def _files(scan: Scan) -> list[Path]:
-    tissue: list[Path] = []
-    if isinstance(scan.tissue, Segmentation):
-        tissue = [scan.tissue.path]
-    elif isinstance(scan.tissue, ProbabilityMaps):
-        tissue = list(scan.tissue.paths.values())
-    return [path for path in (scan.t1, scan.mask, scan.labels, *tissue) if path is not None]
-
-
 def _state(path: Path) -> tuple[str, int, int]:
     try:
         state = path.stat()
     except OSError:
         return str(path.resolve()), -1, -1
     return str(path.resolve()), state.st_size, state.st_mtime_ns
-
-
-def _codes(scan: Scan) -> dict[str, list[int]] | None:
-    return (
-        {key: list(codes) for key, codes in scan.tissue.codes.items()}
-        if isinstance(scan.tissue, Segmentation)
-        else None
-    )
 
 
 def _mask_tool() -> str:

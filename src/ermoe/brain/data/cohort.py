@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ermoe.brain.data.bids import Name, find_derivatives, find_siblings, is_bids_root, stem
-from ermoe.brain.data.bids_cohort import bids_cohort
-from ermoe.brain.data.flat_cohort import flat_cohort
-from ermoe.brain.data.scans import Problem, Scan
-from ermoe.brain.data.settings import CohortOptions
+from ermoe.brain.data import bids
+from ermoe.brain.data.people import AgeText, People, described, mismatches, same_person_twice, session_ages
+from ermoe.brain.data.scans import (
+    TISSUES,
+    CohortOptions,
+    ProbabilityMaps,
+    Problem,
+    Scan,
+    Segmentation,
+    Sex,
+    TissueSource,
+)
+from ermoe.brain.data.tables import age_unit_problems, declared_sexes, given, read_table
 from ermoe.errors import UserError
 from ermoe.files import is_hidden
 
 TABLES = {".tsv", ".csv", ".txt"}
 _IMAGES = (".nii", ".nii.gz")
 _NOT_A_T1 = {"mask", "dseg", "probseg", "bold", "dwi", "T2w", "FLAIR"}
+_PATHS = ("t1", "t1w", "path", "file", "filename", "scan", "image")
+_OTHER_PATHS = ("mask", "dseg", "aseg", *TISSUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +39,16 @@ class Cohort:
 
     scans: tuple[Scan, ...]
     """Sorted by participant and session; scans without an age are among them (``age is None``)."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What a person should read: rules applied, files passed over, counts."""
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...] = ()
     """Errors and warnings of the tables; `ermoe.brain.data.quality` finds those of the images."""
+
+    @classmethod
+    def of(cls, scans: Iterable[Scan], notes: Iterable[str] = (), problems: Iterable[Problem] = ()) -> Cohort:
+        """With the scans in their order."""
+        ordered = sorted(scans, key=lambda scan: (scan.participant_id, scan.session_id or ""))
+        return cls(tuple(ordered), tuple(notes), tuple(problems))
 
     @property
     def with_age(self) -> tuple[Scan, ...]:
@@ -55,9 +71,9 @@ def open_cohort(path: str | os.PathLike[str], options: CohortOptions | None = No
     options = (options or CohortOptions()).changed(changes)
     place = Path(path)
     if place.is_dir():
-        return _cohort(*bids_cohort(place, options))
+        return _in_bids(place, options)
     if place.is_file() and place.suffix.casefold() in TABLES:
-        return _cohort(*flat_cohort(place, options))
+        return _in_table(place, options)
     if not place.exists():
         raise UserError(
             f"{place} does not exist: name a BIDS root, or a table with the columns participant_id, t1, age"
@@ -72,45 +88,40 @@ def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions |
     or a segmentation that lies beside it under a BIDS name.
     """
     options = (options or CohortOptions()).changed(changes)
-    scans: list[Scan] = []
-    notes: list[str] = []
-    problems: list[Problem] = []
-    for path in map(Path, paths):
-        found, said, wrong = _scans_at(path, options)
-        scans, notes, problems = scans + found, notes + said, problems + wrong
-    if not scans:
+    found = [_scans_at(Path(path), options) for path in paths]
+    if not any(part.scans for part in found):
         raise UserError(
             f"no scan found in {', '.join(map(str, paths)) or 'nothing'}: name NIfTI files, folders or BIDS roots"
         )
-    return _cohort(scans, notes, [replace(problem, severity="warning") for problem in problems])
+    return Cohort.of(
+        (scan for part in found for scan in part.scans),
+        (note for part in found for note in part.notes),
+        (replace(problem, severity="warning") for part in found for problem in part.problems),
+    )
 
 
-def _cohort(scans: list[Scan], notes: list[str], problems: list[Problem]) -> Cohort:
-    ordered = sorted(scans, key=lambda scan: (scan.participant_id, scan.session_id or ""))
-    return Cohort(tuple(ordered), tuple(notes), tuple(problems))
-
-
-def _scans_at(path: Path, options: CohortOptions) -> tuple[list[Scan], list[str], list[Problem]]:
-    if path.is_dir() and is_bids_root(path):
-        return bids_cohort(path, options)
+def _scans_at(path: Path, options: CohortOptions) -> Cohort:
+    if path.is_dir() and bids.is_bids_root(path):
+        return _in_bids(path, options)
     if path.is_dir():
-        return [scan for scan in _scans_below(path, options) if options.wants(scan.participant_id)], [], []
+        return Cohort.of(scan for scan in _scans_below(path, options) if options.wants(scan.participant_id))
     if path.suffix.casefold() in TABLES:
-        return flat_cohort(path, options)
+        return _in_table(path, options)
     if not path.exists() and not path.name.casefold().endswith(_IMAGES):
         raise UserError(f"{path} does not exist: name NIfTI files, folders, BIDS roots or tables")
-    return [_lone_scan(path, options)], [], []
+    return Cohort.of([_lone_scan(path, options)])
 
 
 def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
     """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
-    seen = (file for file in folder.rglob("*") if _is_nifti(file) and not is_hidden(file, below=folder))
-    files = sorted(file for file in seen if Name.parsed(file).suffix not in _NOT_A_T1)
+    images = (path for path in folder.rglob("*") if path.is_file() and path.name.casefold().endswith(_IMAGES))
+    seen = (path for path in images if not is_hidden(path, below=folder))
+    files = sorted(path for path in seen if bids.Name.parsed(path).suffix not in _NOT_A_T1)
     scans = [_lone_scan(file, options) for file in files]
     occurs = Counter(scan.key for scan in scans)
     return [
         scan
-        if occurs[scan.key] == 1 or "sub" in Name.parsed(scan.t1).entities
+        if occurs[scan.key] == 1 or "sub" in bids.Name.parsed(scan.t1).entities
         else replace(scan, participant_id=(scan.t1.relative_to(folder).parent / scan.participant_id).as_posix())
         for scan in scans
     ]
@@ -118,22 +129,170 @@ def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
 
 def _lone_scan(path: Path, options: CohortOptions) -> Scan:
     """A file on its own; who it is, is read from a BIDS name, else the file name is the id."""
-    entities = Name.parsed(path).entities
+    entities = bids.Name.parsed(path).entities
     if "sub" not in entities:
-        return Scan(stem(path), None, path)
-    participant_id, session_id = f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None
-    root = _enclosing_root(path)
+        return Scan(bids.stem(path), None, path)
+    scan = Scan(f"sub-{entities['sub']}", f"ses-{entities['ses']}" if "ses" in entities else None, path)
+    # ROOT/sub-X/[ses-Y/]anat/FILE, also where FILE is a link to somewhere else.
+    root = next((parent for parent in Path(os.path.abspath(path)).parents[2:4] if bids.is_bids_root(parent)), None)
     if root is None:
-        found = find_siblings(path, tissue_from=options.tissue_from, subject=participant_id)
+        return bids.with_siblings(scan, options.tissue_from)[0]
+    return bids.with_derivatives(scan, root, options.tissue_from)[0]
+
+
+def _in_bids(root: Path, options: CohortOptions) -> Cohort:
+    """The cohort of a BIDS root."""
+    choices = [choice for choice in bids.choose_t1s(root, options.t1_rule) if options.wants(choice.participant_id)]
+    taken: dict[str, list[bids.Choice]] = defaultdict(list)
+    for choice in choices:
+        if choice.t1 is not None:
+            taken[choice.participant_id].append(choice)
+    if not taken:
+        raise UserError(_nothing_in(root, options))
+    table = root / "participants.tsv"
+    people = People.listed_in(read_table(table)) if table.is_file() else People(table)
+    problems = [*people.problems, *same_person_twice(taken, root)]
+    for name in ("participants", "sessions"):
+        problems += age_unit_problems(root / f"{name}.json")
+    if people.rows:
+        problems += same_person_twice(filter(options.wants, people.participant_ids), table)
+        problems += mismatches(people, [choice.participant_id for choice in choices])
     else:
-        found = find_derivatives(root, participant_id, session_id, path, tissue_from=options.tissue_from)
-    return Scan(participant_id, session_id, path, mask=found.mask, labels=found.labels, tissue=found.tissue)
+        problems.append(Problem("error", None, table, "is not there or has no rows", "ages come from it"))
+    sexes = declared_sexes(root / "participants.json") | dict(options.sex_coding)
+    scans: list[Scan] = []
+    for used in taken.values():
+        scans += _scans_of_person(root, used, people, sexes, options, problems)
+    return Cohort.of(scans, _notes(choices, options), filter(options.concerns, problems))
 
 
-def _enclosing_root(path: Path) -> Path | None:
-    """The BIDS root that holds ROOT/sub-X/[ses-Y/]anat/FILE, also where FILE is a link to somewhere else."""
-    return next((parent for parent in Path(os.path.abspath(path)).parents[2:4] if is_bids_root(parent)), None)
+def _scans_of_person(
+    root: Path,
+    choices: Sequence[bids.Choice],
+    people: People,
+    sexes: Mapping[str, Sex],
+    options: CohortOptions,
+    problems: list[Problem],
+) -> list[Scan]:
+    person = choices[0].participant_id
+    path = root / person / f"{person}_sessions.tsv"
+    visits = sorted(folder.name for folder in (root / person).glob("ses-*") if folder.is_dir())
+    ages, unclear = session_ages(
+        person,
+        [choice.session_id for choice in choices],
+        people,
+        read_table(path) if path.is_file() else None,
+        visits=visits,
+        age_is_baseline=options.age_is_baseline,
+    )
+    problems += [*unclear, *age_unit_problems(path.with_suffix(".json"))]
+    scans = []
+    for choice in choices:
+        assert choice.t1 is not None
+        row = people.row(person, choice.session_id)
+        bare = Scan(person, choice.session_id, choice.t1)
+        scan, doubts = described(bare, row or {}, people.path, sexes, age=ages[choice.session_id])
+        # A missing row or an age that several sessions share has been reported already.
+        problems += [doubt for doubt in doubts if row is not None and not (unclear and doubt.severity == "warning")]
+        scan, faults = bids.with_derivatives(scan, root, options.tissue_from)
+        problems += faults
+        scans.append(scan)
+    return scans
 
 
-def _is_nifti(path: Path) -> bool:
-    return path.is_file() and path.name.casefold().endswith(_IMAGES)
+def _notes(choices: Sequence[bids.Choice], options: CohortOptions) -> list[str]:
+    notes = []
+    several = [(choice.t1, choice.passed_over[0]) for choice in choices if choice.passed_over and choice.t1]
+    if several:
+        used, left = several[0]
+        notes.append(
+            f"{len(several)} sessions have several T1w scans; the rule is {options.t1_rule!r} (fewest entities, then "
+            f"{'highest' if options.t1_rule == 'last' else 'lowest'} run): for example {used.name} and not "
+            f"{left.name}; another rule: --t1-rule last, or --t1-rule with a pattern for file names"
+        )
+    if with_contrast := sum(len(choice.with_contrast) for choice in choices):
+        notes.append(f"{with_contrast} T1w scans with contrast agent (ce-) are left out")
+    if elsewhere := sum(len(choice.elsewhere) for choice in choices):
+        notes.append(f"{elsewhere} T1w scans in another space than their own (space-) are left out")
+    if without := [choice.participant_id for choice in choices if choice.t1 is None]:
+        notes.append(f"{len(without)} sessions have an anat folder and no usable T1w scan: {', '.join(without[:5])}")
+    return notes
+
+
+def _nothing_in(root: Path, options: CohortOptions) -> str:
+    if options.participants:
+        return f"{root} has no T1w scan of {', '.join(options.participants)}: check the labels"
+    pattern = "" if options.t1_rule in ("first", "last") else f" that matches {options.t1_rule!r}"
+    return f"{root} has no sub-*/[ses-*/]anat/*_T1w.nii[.gz]{pattern}: name a BIDS root or a table"
+
+
+def _in_table(path: Path, options: CohortOptions) -> Cohort:
+    """The cohort of a TSV or CSV with one row a scan and the columns participant_id, t1 and, to train, age.
+
+    Further columns it knows: session_id, sex, site, mask, dseg, aseg, wm, gm, csf. Paths count from the table's folder.
+    """
+    table = read_table(path)
+    column = next((name for name in _PATHS if table.has(name)), None)
+    if column is None or not table.has("participant_id"):
+        raise UserError(f"{path} needs the columns participant_id and t1 (and age, to train); it has {table.columns}")
+    people = People.listed_in(table)
+    problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
+    problems += age_unit_problems(path.with_suffix(".json"))
+    sexes = declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding)
+    scans: list[Scan] = []
+    for (participant_id, session_id), row in people.rows.items():
+        if not options.wants(participant_id):
+            continue
+        named = {name: _path(path, row, name) for name in (column, *_OTHER_PATHS)}
+        bare = Scan(participant_id, session_id, named[column] or path, mask=named["mask"], labels=named["dseg"])
+        if named[column] is None:
+            problems.append(Problem("error", bare.key, path, "names no T1 scan", "delete the row or fill the cell"))
+            continue
+        scan, doubts = described(bare, row, path, sexes, age=AgeText(given(row.get("age")), path))
+        further = {name: text for name, text in scan.columns.items() if name not in named}
+        tissue = _tissue_in_row(named, path.parent, scan.key, options, problems)
+        scans.append(replace(scan, columns=further, tissue=tissue))
+        problems += doubts
+    if not scans:
+        raise UserError(f"{path} lists no scan" + (" of the people asked for" if options.participants else ""))
+    problems += _one_scan_twice(scans, path)
+    return Cohort.of(scans, problems=filter(options.concerns, problems))
+
+
+def _path(table: Path, row: dict[str, str], column: str) -> Path | None:
+    text = given(row.get(column))
+    return None if text is None else table.parent / Path(text).expanduser()
+
+
+def _tissue_in_row(
+    named: dict[str, Path | None], folder: Path, subject: str, options: CohortOptions, problems: list[Problem]
+) -> TissueSource | None:
+    if options.tissue_from == "none":
+        return None
+    if options.tissue_from == "aseg":
+        return None if named["aseg"] is None else Segmentation(named["aseg"], bids.aseg_codes(), same_grid=False)
+    maps = {tissue: path for tissue in TISSUES if (path := named[tissue]) is not None}
+    if len(maps) == len(TISSUES) and options.tissue_from != "dseg":
+        return ProbabilityMaps(maps)
+    dseg = named["dseg"]
+    if dseg is None or options.tissue_from == "probseg":
+        return None
+    beside = (place / "dseg.tsv" for place in (dseg.parent, folder))
+    table = (
+        bids.lookup_table(dseg, dseg.parent)
+        or bids.lookup_table(folder / dseg.name, folder)
+        or next((path for path in beside if path.is_file()), None)
+    )
+    return bids.segmentation(dseg, table, dseg.parent, subject, problems)
+
+
+def _one_scan_twice(scans: list[Scan], path: Path) -> list[Problem]:
+    """Two people who share a file are one person in two rows."""
+    owners: dict[Path, set[str]] = defaultdict(set)
+    for scan in scans:
+        owners[scan.t1.resolve()].add(scan.participant_id)
+    return [
+        Problem("error", min(people), path, f"gives {t1} to several people, {', '.join(sorted(people))}")
+        for t1, people in owners.items()
+        if len(people) > 1
+    ]

@@ -1,4 +1,4 @@
-"""Reading images so that how they are stored cannot matter: one array, axes towards right, anterior and superior.
+"""Images, read so that how they are stored cannot matter: one array, axes towards right, anterior and superior.
 
 An affine should be a rotation with voxel sizes, and masks and labels should lie on the voxels of their T1. Anything
 else is said, for it makes nonsense of a brain.
@@ -17,23 +17,38 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 
-from ermoe.brain.data.scans import Problem, ScanError
+from ermoe.brain.data.scans import Problem, ScanError, Severity
 from ermoe.errors import UserError
+
+Double = NDArray[np.float64]
+Float = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+_Finding = tuple[Severity, str, str]
+"""How bad it is, what is wrong, and what to do about it."""
+
+_BROKEN = (EOFError, OSError, zlib.error, ValueError)
+_SHEAR_DEGREES = 1.0
+_TURN_DEGREES = 2.0
+_STRETCH = 0.02
+_APART_MM = 1.0
+_VOXEL_MM = (0.1, 8.0)
+_MARGIN = 16  # voxels; beyond them neither the blur nor the spline filter of `sample` reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
     """An image in RAS order. ``affine`` leads from voxels to the world in mm."""
 
-    data_XYZ: NDArray[np.float32]
-    affine: NDArray[np.float64]
+    data_XYZ: Float
+    affine: Double
     path: Path
 
     @property
-    def spacing_mm(self) -> NDArray[np.float64]:
+    def spacing_mm(self) -> Double:
         """Edges of a voxel."""
-        return np.linalg.norm(self.affine[:3, :3], axis=0)
+        return _edges(self.affine)
 
 
 def read_image(path: Path, subject: str, *, is_label: bool = False) -> Image:
@@ -47,20 +62,19 @@ def read_image(path: Path, subject: str, *, is_label: bool = False) -> Image:
 
 def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[Image | None, list[Problem]]:
     """The image if it can be read at all, and everything that is wrong with it."""
+
+    def problems(findings: Iterator[_Finding]) -> list[Problem]:
+        return [Problem(severity, subject, path, what, remedy) for severity, what, remedy in findings]
+
     try:
-        return _inspect(path, subject, is_label)
+        stored = _open(path, subject)
+        found = problems(itertools.chain(_about_shape(stored), _about_place(stored)))
+        if any(problem.severity == "error" for problem in found):
+            return None, found
+        image = _read(stored, path, subject)
     except ScanError as unreadable:
         return None, [unreadable.problem]
-
-
-def _inspect(path: Path, subject: str, is_label: bool) -> tuple[Image | None, list[Problem]]:
-    stored = _open(path, subject)
-    problems = [*_shape_problems(stored, path, subject), *_geometry_problems(stored, path, subject)]
-    if any(problem.severity == "error" for problem in problems):
-        return None, problems
-    image = _read(stored, path, subject)
-    problems += _value_problems(image.data_XYZ, path, subject, is_label)
-    return image, problems
+    return image, found + problems(_about_values(image.data_XYZ, is_label))
 
 
 def _library() -> Any:
@@ -84,13 +98,11 @@ def _open(path: Path, subject: str) -> Any:
         raise ScanError(Problem("error", subject, path, what, "copy it again from where it came")) from problem
 
 
-_BROKEN = (EOFError, OSError, zlib.error, ValueError)
-
-
 def _read(stored: Any, path: Path, subject: str) -> Image:
     """The voxels in RAS order. Taking a volume of four axes and turning axes read voxels too, so both may fail here."""
+    nibabel = _library()
     try:
-        canonical = _library().as_closest_canonical(_three_axes(stored))
+        canonical = nibabel.as_closest_canonical(nibabel.squeeze_image(stored))
         data_XYZ = np.ascontiguousarray(canonical.get_fdata(dtype=np.float32, caching="unchanged"))
         return Image(data_XYZ, canonical.affine.astype(np.float64), path)
     except _BROKEN as problem:
@@ -103,124 +115,104 @@ def _short(problem: BaseException) -> str:
     return str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
 
 
-def _three_axes(image: Any) -> Any:
-    """Without trailing axes of length 1."""
-    return image if len(image.shape) == 3 else image.slicer[(slice(None),) * 3 + (0,) * (len(image.shape) - 3)]
-
-
-def _shape_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
+def _about_shape(image: Any) -> Iterator[_Finding]:
     shape = tuple(int(size) for size in image.shape)
     if len(shape) < 3 or any(size != 1 for size in shape[3:]):
         size = " × ".join(map(str, shape))
-        what = f"has {len(shape)} axes ({size}) where a volume has three"
-        yield Problem("error", subject, path, what, "choose one volume of it")
+        yield "error", f"has {len(shape)} axes ({size}) where a volume has three", "choose one volume of it"
     elif min(shape[:3]) < 2:
-        yield Problem("error", subject, path, f"is a single slice ({' × '.join(map(str, shape[:3]))})", "use a volume")
-    kind = np.dtype(image.get_data_dtype()).kind
-    if kind not in "iufb":
-        yield Problem("error", subject, path, "holds colours or complex numbers", "store it as real numbers")
+        yield "error", f"is a single slice ({' × '.join(map(str, shape[:3]))})", "use a volume"
+    if np.dtype(image.get_data_dtype()).kind not in "iufb":
+        yield "error", "holds colours or complex numbers", "store it as real numbers"
 
 
-def _value_problems(data_XYZ: NDArray[np.float32], path: Path, subject: str, is_label: bool) -> Iterator[Problem]:
+def _about_values(data_XYZ: Float, is_label: bool) -> Iterator[_Finding]:
     wrong = data_XYZ.size - int(np.count_nonzero(np.isfinite(data_XYZ)))
     if wrong:
-        what = f"has {wrong:,} voxels that are NaN or infinite"
-        yield Problem("error", subject, path, what, "replace them, by 0 if they are outside the head")
+        remedy = "replace them, by 0 if they are outside the head"
+        yield "error", f"has {wrong:,} voxels that are NaN or infinite", remedy
     elif not is_label and data_XYZ.min() == data_XYZ.max():
-        yield Problem("error", subject, path, f"is {data_XYZ.min():g} everywhere", "use a scan that shows something")
+        yield "error", f"is {data_XYZ.min():g} everywhere", "use a scan that shows something"
 
 
-Affine = NDArray[np.float64]
-
-_SHEAR_DEGREES = 1.0
-_TURN_DEGREES = 2.0
-_STRETCH = 0.02
-_APART_MM = 1.0
-_VOXEL_MM = (0.1, 8.0)
-
-
-def _geometry_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
+def _about_place(image: Any) -> Iterator[_Finding]:
     """Everything that is wrong with the place of an image in the world."""
     affine = np.asarray(image.affine, np.float64)
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
-        what = "has an affine that flattens the volume or is not finite"
-        yield Problem("error", subject, path, what, "export the scan again")
+        yield "error", "has an affine that flattens the volume or is not finite", "export the scan again"
         return
-    spacing = np.linalg.norm(affine[:3, :3], axis=0)
+    spacing = _edges(affine)
     if spacing.min() < _VOXEL_MM[0] or spacing.max() > _VOXEL_MM[1]:
         size = " × ".join(f"{edge:.3g}" for edge in spacing)
-        yield Problem("error", subject, path, f"has voxels of {size} mm", "the unit of the header may be wrong")
+        yield "error", f"has voxels of {size} mm", "the unit of the header may be wrong"
     sheared = _shear_degrees(affine)
     if sheared > _SHEAR_DEGREES:
         what = f"has a sheared affine (axes {sheared:.1f}° off the right angle)"
-        yield Problem("error", subject, path, what, "resample it onto a grid with right angles")
-    yield from _form_problems(image, path, subject)
+        yield "error", what, "resample it onto a grid with right angles"
+    yield from _about_forms(image)
 
 
-def _shear_degrees(affine: Affine) -> float:
+def _edges(affine: Double) -> Double:
+    """Of a voxel, in mm."""
+    return np.linalg.norm(affine[:3, :3], axis=0)
+
+
+def _shear_degrees(affine: Double) -> float:
     """How far the axes of voxels are from right angles.
 
     >>> _shear_degrees(np.diag([2.0, 2.0, 1.0, 1.0]))
     0.0
     """
-    axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+    axes = affine[:3, :3] / _edges(affine)
     cosines = [abs(float(axes[:, i] @ axes[:, j])) for i, j in ((0, 1), (0, 2), (1, 2))]
     return float(np.degrees(np.arcsin(min(1.0, max(cosines)))))
 
 
-def _form_problems(image: Any, path: Path, subject: str) -> Iterator[Problem]:
+def _about_forms(image: Any) -> Iterator[_Finding]:
     """NIfTI has room for two affines; which of them holds is convention, so they should not contradict each other."""
     if not hasattr(image, "get_qform"):
-        if _is_analyze(image):
+        if isinstance(image, _library().analyze.AnalyzeImage):
             what = "is an Analyze file, which cannot say how the head lies in it"
-            yield Problem("error", subject, path, what, "convert it to NIfTI, from DICOM if you can, and look at it")
+            yield "error", what, "convert it to NIfTI, from DICOM if you can, and look at it"
         return
-    header = image.header
-    sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
+    sform_code, qform_code = int(image.header["sform_code"]), int(image.header["qform_code"])
     if not sform_code and not qform_code:
         what = "says nothing about its orientation (sform and qform codes are 0)"
-        yield Problem("error", subject, path, what, "set one of them, or convert the scan again from DICOM")
+        yield "error", what, "set one of them, or convert the scan again from DICOM"
     elif sform_code and qform_code:
         sform, qform = np.asarray(image.get_sform()), _qform(image)
         if qform is None:
             what = "has a qform whose quaternion is longer than one, which is no rotation"
-            yield Problem("warning", subject, path, what, "the sform is used")
+            yield "warning", what, "the sform is used"
         elif _contradict(sform, qform):
             what = "has an sform and a qform that put its axes in different places"
-            yield Problem("error", subject, path, what, "find out which one is right and copy it over the other")
+            yield "error", what, "find out which one is right and copy it over the other"
         elif (apart := _apart_mm(sform, qform, image.shape[:3])) > _APART_MM:
-            what = f"has an sform and a qform that are up to {apart:.0f} mm apart"
-            yield Problem("warning", subject, path, what, "the sform is used")
+            yield "warning", f"has an sform and a qform that are up to {apart:.0f} mm apart", "the sform is used"
 
 
-def _is_analyze(image: Any) -> bool:
-    from nibabel.analyze import AnalyzeImage
-
-    return isinstance(image, AnalyzeImage)
-
-
-def _qform(image: Any) -> Affine | None:
+def _qform(image: Any) -> Double | None:
     try:
         return np.asarray(image.get_qform(), np.float64)
     except ValueError:
         return None
 
 
-def _contradict(sform: Affine, qform: Affine) -> bool:
+def _contradict(sform: Double, qform: Double) -> bool:
     """Whether axes are turned, mirrored or stretched against each other; a shift would not change a brain."""
-    spacing_s, spacing_q = (np.linalg.norm(form[:3, :3], axis=0) for form in (sform, qform))
+    spacing_s, spacing_q = _edges(sform), _edges(qform)
     if min(spacing_s.min(), spacing_q.min()) <= 0 or np.any(np.abs(spacing_s / spacing_q - 1) > _STRETCH):
         return True
     cosine = np.sum((sform[:3, :3] / spacing_s) * (qform[:3, :3] / spacing_q), axis=0)
     return bool(np.any(np.degrees(np.arccos(np.clip(cosine, -1, 1))) > _TURN_DEGREES))
 
 
-def _apart_mm(a: Affine, b: Affine, shape: tuple[int, ...]) -> float:
+def _apart_mm(a: Double, b: Double, shape: tuple[int, ...]) -> float:
     corners = np.array([(*corner, 1) for corner in itertools.product(*((0, size - 1) for size in shape))], float)
     return float(np.linalg.norm((corners @ (a - b).T)[:, :3], axis=1).max())
 
 
-def _lattice_shift(image: Affine, other: Affine, tolerance_voxels: float = 0.02) -> NDArray[np.int64] | None:
+def _lattice_shift(image: Double, other: Double, tolerance_voxels: float = 0.02) -> NDArray[np.int64] | None:
     """By how many voxels two grids are shifted, or None if their voxels do not coincide.
 
     Voxel v of ``image`` is voxel v + shift of ``other``. Comparing floats of headers for equality would call most
@@ -236,7 +228,7 @@ def _lattice_shift(image: Affine, other: Affine, tolerance_voxels: float = 0.02)
     return shift.astype(np.int64) if turned < 0.5 and np.abs(step[:3, 3] - shift).max() < tolerance_voxels else None
 
 
-def on_grid_of(t1: Image, other: Image, subject: str) -> NDArray[np.float32]:
+def on_grid_of(t1: Image, other: Image, subject: str) -> Float:
     """The voxels of ``other`` at the voxels of ``t1``; 0 where it does not reach.
 
     Empty slices around one of the two, or another order of axes, leave the voxels in the same places. Anything else
@@ -244,7 +236,8 @@ def on_grid_of(t1: Image, other: Image, subject: str) -> NDArray[np.float32]:
     """
     shift = _lattice_shift(other.affine, t1.affine)
     if shift is None:
-        raise ScanError(Problem("error", subject, other.path, _difference(t1, other), _REMEDY))
+        remedy = "resample it onto the T1 with nearest neighbours, after making sure that both are in the same space"
+        raise ScanError(Problem("error", subject, other.path, _difference(t1, other), remedy))
     if not shift.any() and other.data_XYZ.shape == t1.data_XYZ.shape:
         return other.data_XYZ
     placed = np.zeros(t1.data_XYZ.shape, np.float32)
@@ -258,9 +251,6 @@ def on_grid_of(t1: Image, other: Image, subject: str) -> NDArray[np.float32]:
     return placed
 
 
-_REMEDY = "resample it onto the T1 with nearest neighbours, after making sure that both are in the same space"
-
-
 def _difference(t1: Image, other: Image) -> str:
     own, its = (
         f"{' × '.join(map(str, image.data_XYZ.shape))} at {' × '.join(f'{edge:.2f}' for edge in image.spacing_mm)} mm"
@@ -270,24 +260,54 @@ def _difference(t1: Image, other: Image) -> str:
     return f"lies on another grid ({its}{apart}) than its T1 {t1.path} ({own})"
 
 
-def bounding_box(mask_XYZ: NDArray[np.bool_]) -> tuple[slice, slice, slice]:
+def bounding_box(mask_XYZ: Bool) -> tuple[slice, slice, slice]:
     """The smallest box that holds the mask, which must not be empty."""
-    sides = []
-    for axis in range(3):
-        filled = np.flatnonzero(mask_XYZ.any(axis=tuple(other for other in range(3) if other != axis)))
-        sides.append(slice(int(filled[0]), int(filled[-1]) + 1))
-    return sides[0], sides[1], sides[2]
+    (box,) = ndimage.find_objects(mask_XYZ.astype(np.int8))
+    return box
 
 
-def cropped(image: Image, box: tuple[slice, slice, slice]) -> Image:
-    """The part of an image within a box of voxels and a margin around it, in the same place of the world."""
+def cropped(image: Image, mask_XYZ: Bool) -> Image:
+    """The part of an image that holds a mask, and a margin around it, in the same place of the world."""
     wide = tuple(
         slice(max(0, side.start - _MARGIN), min(size, side.stop + _MARGIN))
-        for side, size in zip(box, image.data_XYZ.shape, strict=True)
+        for side, size in zip(bounding_box(mask_XYZ), image.data_XYZ.shape, strict=True)
     )
     affine = image.affine.copy()
     affine[:3, 3] = (image.affine @ [*(side.start for side in wide), 1.0])[:3]
     return Image(np.ascontiguousarray(image.data_XYZ[wide]), affine, image.path)
 
 
-_MARGIN = 16  # voxels; beyond them neither the blur nor the spline filter of `sample` reaches
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A box of isotropic voxels. ``affine`` leads from its voxels to the world of the image, in mm."""
+
+    shape: tuple[int, int, int]
+    affine: Double
+
+    @classmethod
+    def around(cls, centre_mm: Double, spacing_mm: float, shape: tuple[int, int, int]) -> Grid:
+        """Axes along those of the world, the middle of the box at ``centre_mm``."""
+        affine = np.diag([spacing_mm, spacing_mm, spacing_mm, 1.0])
+        affine[:3, 3] = centre_mm - spacing_mm * (np.array(shape) - 1) / 2
+        return cls(shape, affine)
+
+
+def sample(image: Image, grid: Grid, *, order: int) -> Float:
+    """The image at the voxels of the grid, 0 outside it, (X, Y, Z).
+
+    Where the grid is coarser than the image, the image is blurred to the grid's resolution first; otherwise detail
+    that the grid cannot hold would come back as noise.
+    """
+    data = _blurred(image, float(_edges(grid.affine).mean()))
+    lookup = np.linalg.inv(image.affine) @ grid.affine
+    return ndimage.affine_transform(
+        data, lookup[:3, :3], lookup[:3, 3], output_shape=grid.shape, order=order, mode="grid-constant", cval=0.0
+    ).astype(np.float32)
+
+
+def _blurred(image: Image, spacing_mm: float) -> Float:
+    """With a Gaussian of half the surplus, in voxels of the image: mild, so that a finer copy of a scan stays sharp."""
+    sigma = np.maximum(spacing_mm / image.spacing_mm - 1, 0) / 2
+    if sigma.max() < 0.05:
+        return image.data_XYZ
+    return ndimage.gaussian_filter(image.data_XYZ, sigma, mode="constant", cval=0.0)

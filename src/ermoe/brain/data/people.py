@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from ermoe.brain.data.scans import Problem, Severity, Sex, canonical_id, look_alikes, prefixed
-from ermoe.brain.data.tables import AgeError, SexError, SexReader, Table, given, read_age
+from ermoe.brain.data.scans import Problem, Scan, Severity, Sex, canonical_id, look_alikes, prefixed
+from ermoe.brain.data.tables import AgeError, Table, given, read_age, read_sex
 from ermoe.errors import UserError
 
-Key = tuple[str, str | None]
+_Key = tuple[str, str | None]
+_Listed = Mapping[str | None, Mapping[str, str]]
+"""Rows of a person's sessions file, by session."""
 _SITE = ("site", "site_id", "center", "centre")
 _SECONDS_A_YEAR = 365.25 * 86400
 _KNOWN = {"participant_id", "session_id", "age", "sex", *_SITE}
@@ -23,7 +25,7 @@ class People:
     """The rows of a table by (participant, session); session None where the table has no sessions."""
 
     path: Path
-    rows: dict[Key, dict[str, str]] = field(default_factory=dict)
+    rows: dict[_Key, dict[str, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
@@ -40,24 +42,15 @@ class People:
             session = given(row.get("session_id"))
             key = prefixed(participant_id), None if session is None else prefixed(session, "ses-")
             if key in people.rows:
-                people.problems.append(
-                    Problem(
-                        "error",
-                        "_".join(part for part in key if part),
-                        table.path,
-                        "has more than one row for it",
-                        "delete all but one, or tell them apart with a column session_id",
-                    )
-                )
+                subject = "_".join(part for part in key if part)
+                remedy = "delete all but one, or tell them apart with a column session_id"
+                people.problems.append(Problem("error", subject, table.path, "has more than one row for it", remedy))
             people.rows.setdefault(key, row)
         return people
 
     def row(self, participant_id: str, session_id: str | None) -> dict[str, str] | None:
         """The row of a session, else the row of the person."""
         return self.rows.get((participant_id, session_id)) or self.rows.get((participant_id, None))
-
-    def has_sessions(self, participant_id: str) -> bool:
-        return any(person == participant_id and session is not None for person, session in self.rows)
 
     @property
     def participant_ids(self) -> list[str]:
@@ -66,16 +59,10 @@ class People:
 
 def same_person_twice(ids: Iterable[str], path: Path) -> list[Problem]:
     """An error for every group of ids that may be one person."""
-    return [
-        Problem(
-            "error",
-            group[0],
-            path,
-            f"spells what may be one person in several ways, {', '.join(map(repr, group))}",
-            "give one person one id, or the person could be trained on and tested",
-        )
-        for group in look_alikes(ids)
-    ]
+    what = "spells what may be one person in several ways, {}"
+    remedy = "give one person one id, or the person could be trained on and tested"
+    groups = look_alikes(ids)
+    return [Problem("error", group[0], path, what.format(", ".join(map(repr, group))), remedy) for group in groups]
 
 
 def mismatches(people: People, scanned: Sequence[str]) -> list[Problem]:
@@ -98,25 +85,15 @@ def mismatches(people: People, scanned: Sequence[str]) -> list[Problem]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What a table says of one scan."""
-
-    age: float | None
-    sex: Sex | None
-    site: str | None
-    columns: Mapping[str, str]
-
-
-def describe(
-    row: Mapping[str, str], key: str, path: Path, reader: SexReader, *, age: AgeText
-) -> tuple[Described, list[Problem]]:
-    """Reads a row; ``age`` is the one that holds for this scan."""
+def described(
+    scan: Scan, row: Mapping[str, str], path: Path, sexes: Mapping[str, Sex], *, age: AgeText
+) -> tuple[Scan, list[Problem]]:
+    """The scan with what its row says; ``sexes`` are codes that were declared, ``age`` holds for this scan."""
     problems: list[Problem] = []
     site = next((given(row[name]) for name in _SITE if name in row and given(row[name])), None)
     further = {name: text for name, text in row.items() if name not in _KNOWN and given(text) is not None}
-    years, sex = _age(age, key, problems), _sex(row, key, path, reader, problems)
-    return Described(years, sex, site, further), problems
+    years, sex = _age(age, scan.key, problems), _sex(row, scan.key, path, sexes, problems)
+    return replace(scan, age=years, sex=sex, site=site, columns=further), problems
 
 
 def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
@@ -131,16 +108,16 @@ def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
         return None
 
 
-def _sex(row: Mapping[str, str], key: str, path: Path, reader: SexReader, problems: list[Problem]) -> Sex | None:
+def _sex(
+    row: Mapping[str, str], key: str, path: Path, declared: Mapping[str, Sex], problems: list[Problem]
+) -> Sex | None:
     text = given(row.get("sex") or row.get("gender"))
-    if text is None:
-        return None
-    try:
-        return reader(text)
-    except SexError as wrong:
+    sex = None if text is None else read_sex(text, declared)
+    if text is not None and sex is None:
+        what = f"gives the sex {text!r}, whose meaning is not declared"
         remedy = "declare it, for example with --sex-coding 1=M 2=F or with Levels in participants.json"
-        problems.append(Problem("error", key, path, str(wrong), remedy))
-        return None
+        problems.append(Problem("error", key, path, what, remedy))
+    return sex
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +142,16 @@ def session_ages(
     A person's one age holds for a single visit. For several, each session needs its own; with ``age_is_baseline`` the
     one age is that of the first, and later ones get theirs from ``acq_time`` if the sessions file has it.
     """
-    listed = _sessions_listed(session_table)
-    found = {session: _own_age(participant_id, session, people, session_table) for session in sessions}
-    general = given((people.rows.get((participant_id, None)) or {}).get("age"))
+    rows = () if session_table is None else session_table.rows
+    listed: _Listed = {prefixed(row["session_id"], "ses-"): row for row in rows if given(row.get("session_id"))}
+    found = {session: AgeText(None, people.path) for session in sessions}
+    for session in sessions:
+        row = {} if session is None else people.rows.get((participant_id, session), {})
+        if text := given(row.get("age")):
+            found[session] = AgeText(text, people.path)
+        elif session_table is not None and (text := given(listed.get(session, {}).get("age"))):
+            found[session] = AgeText(text, session_table.path)
+    general = given(people.rows.get((participant_id, None), {}).get("age"))
     everyone = list(dict.fromkeys([*sessions, *visits, *listed]))
     if general is None or all(age.text for age in found.values()):
         return found, []
@@ -182,60 +166,33 @@ def session_ages(
     if first is None:
         what = f"gives the age at the first of the sessions {named}, and neither times nor numbers say which that is"
         return found, [Problem("error", participant_id, people.path, what, f"{remedy}, or the time as acq_time")]
-    return _aged_since(first[0], general, people.path, found, listed), []
+    missing = [session for session, age in found.items() if age.text is None]
+    aged = {session: _aged(general, first, session, listed) for session in missing}
+    return found | {session: AgeText(age, people.path) for session, age in aged.items()}, []
 
 
-def _own_age(participant_id: str, session: str | None, people: People, session_table: Table | None) -> AgeText:
-    """The age that a table gives for this very session."""
-    row = {} if session is None else people.rows.get((participant_id, session)) or {}
-    if text := given(row.get("age")):
-        return AgeText(text, people.path)
-    listed = given(_sessions_listed(session_table).get(session, {}).get("age"))
-    return AgeText(listed, people.path if session_table is None or listed is None else session_table.path)
-
-
-def _first_visit(
-    sessions: Sequence[str | None], listed: Mapping[str | None, Mapping[str, str]]
-) -> tuple[str | None] | None:
+def _first_visit(sessions: Sequence[str | None], listed: _Listed) -> str | None:
     """The earliest session by its time, else by its number; None if neither is known of all."""
     times = {session: _time(listed.get(session, {})) for session in sessions}
     if all(times.values()):
-        return (min(sessions, key=lambda session: times[session] or datetime.max),)
+        return min(sessions, key=lambda session: times[session] or datetime.max)
     parts = [re.fullmatch(r"ses-(\D*)(\d+)", session or "") for session in sessions]
     if not all(parts) or len({part[1].casefold() for part in parts if part}) > 1:
         return None
-    numbers = {session: int(part[2]) for session, part in zip(sessions, parts, strict=True) if part}
-    return (min(sessions, key=lambda session: numbers[session]),)
+    return min((part for part in parts if part), key=lambda part: int(part[2]))[0]
 
 
-def _aged_since(
-    first: str | None,
-    baseline: str,
-    path: Path,
-    found: dict[str | None, AgeText],
-    listed: Mapping[str | None, Mapping[str, str]],
-) -> dict[str | None, AgeText]:
-    """Ages by the time since the first visit, where both times are known."""
-    start = _time(listed.get(first, {}))
-    aged = dict(found)
-    for session in (session for session, age in found.items() if age.text is None):
-        now = _time(listed.get(session, {}))
-        if session == first:
-            aged[session] = AgeText(baseline, path)
-        elif start and now:
-            try:
-                years = read_age(baseline) + (now - start).total_seconds() / _SECONDS_A_YEAR
-            except AgeError:
-                aged[session] = AgeText(baseline, path)  # whoever reads it says what is wrong with it
-            else:
-                aged[session] = AgeText(f"{years:.6g}", path)
-    return aged
-
-
-def _sessions_listed(table: Table | None) -> dict[str | None, dict[str, str]]:
-    if table is None:
-        return {}
-    return {prefixed(row["session_id"], "ses-"): row for row in table.rows if given(row.get("session_id"))}
+def _aged(baseline: str, first: str, session: str | None, listed: _Listed) -> str | None:
+    """The age at a session by the time since the first visit; None unless both times are known."""
+    start, now = (_time(listed.get(visit, {})) for visit in (first, session))
+    if session == first:
+        return baseline
+    if start is None or now is None:
+        return None
+    try:
+        return f"{read_age(baseline) + (now - start).total_seconds() / _SECONDS_A_YEAR:.6g}"
+    except AgeError:
+        return baseline  # whoever reads it says what is wrong with it
 
 
 def _time(row: Mapping[str, str]) -> datetime | None:

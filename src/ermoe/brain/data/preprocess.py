@@ -1,38 +1,30 @@
 """From a scan in any orientation, spacing and intensity scale to a normalised volume on the model's grid.
 
-An image is looked up at every voxel of the grid through its affine. So it is the same wherever its array begins and
-however its axes run, and it is blurred by interpolation once and not twice.
+Where the brain is comes from a derivative, from deepbet, or from a scan whose skull is gone already. An image is looked
+up at every voxel of the grid through its affine. So it is the same wherever its array begins and however its axes run,
+and it is blurred by interpolation once and not twice.
 
-Letters: X, Y, Z voxels of the grid, towards right, anterior and superior; the 3 of tissues is wm, gm, csf.
+Letters: X, Y, Z voxels of the T1 or of the grid, towards right, anterior and superior; the 3 of tissues is wm, gm, csf.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import warnings
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import ndimage
 
-from ermoe.brain.data.mask import brain_mask
-from ermoe.brain.data.nifti import Image, bounding_box, cropped, on_grid_of, read_image
-from ermoe.brain.data.scans import TISSUES, ProbabilityMaps, Problem, Scan, ScanError, Segmentation, Tissue
-from ermoe.brain.data.settings import Normalisation, Preprocessing
+from ermoe.brain.data.nifti import Grid, Image, bounding_box, cropped, on_grid_of, read_image, sample
+from ermoe.brain.data.scans import TISSUES, Normalisation, Preprocessing, ProbabilityMaps, Scan, Segmentation, Tissue
 from ermoe.errors import UserError
 
-__all__ = [
-    "Grid",
-    "Preprocessing",
-    "Volume",
-    "centre_of_mask",
-    "check_tissue",
-    "extent_mm",
-    "isolate",
-    "normalise",
-    "prepare",
-    "sample",
-]
-
+MaskSource = Literal["derivative", "dseg", "deepbet", "stripped"]
 Double = NDArray[np.float64]
 Float = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -40,7 +32,16 @@ Bool = NDArray[np.bool_]
 _ORDER = {"linear": 1, "cubic": 3}
 # Not exactly ½: a grid that falls halfway between voxels would leave the surface of the brain to rounding.
 _INSIDE = 0.4999
-_LOW, _HIGH = 0.5, 99.5
+_PERCENTILES = (0.5, 99.5)
+_BRAIN_ML = (400.0, 2300.0)
+_POSSIBLE_ML = (150.0, 3500.0)
+"""Of any mask: a newborn's brain is larger than the first, a whole head than the second."""
+_SMALLEST_BACKGROUND = 0.2
+_ONE_PIECE = 0.95
+_DEEPBET_THRESHOLD = 0.5
+_SURFACE_MM, _DEEP_MM = 4.0, 16.0
+_COARSE_MM = 2.0  # finer voxels tell no more, and distances in them take long
+_LEAST_CONTRAST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,7 @@ class Volume:
     mask_XYZ: Bool
     tissue_3XYZ: Float | None
     """Share of each tissue in every voxel, in the order wm, gm, csf."""
-    mask_source: str
-    """One of `ermoe.brain.data.mask.MASK_SOURCES`."""
+    mask_source: MaskSource
     affine: Double
     """From voxels of the grid to the world of the scan in mm, or to MNI with ``register="affine"``, (4, 4)."""
 
@@ -67,16 +67,120 @@ def prepare(scan: Scan, preprocessing: Preprocessing, *, with_tissue: bool = Fal
     t1 = read_image(scan.t1, scan.key)
     mask_XYZ, source = brain_mask(scan, t1)
     grid, place = _grid(scan, t1, mask_XYZ, preprocessing)
-    box = bounding_box(mask_XYZ)
     brain = Image(mask_XYZ.astype(np.float32), t1.affine, t1.path)
-    inside = sample(cropped(brain, box), grid, order=1) > _INSIDE
-    t1_XYZ = sample(cropped(t1, box), grid, order=_ORDER[preprocessing.interpolation])
+    inside = sample(cropped(brain, mask_XYZ), grid, order=1) > _INSIDE
+    t1_XYZ = sample(cropped(t1, mask_XYZ), grid, order=_ORDER[preprocessing.interpolation])
     try:
         normal = normalise(t1_XYZ, inside, preprocessing.normalisation)
     except ValueError as problem:
-        raise ScanError(Problem("error", scan.key, scan.t1, str(problem), "look at the scan and its mask")) from problem
+        raise scan.unusable(str(problem), "look at the scan and its mask") from problem
     tissue_3XYZ = _tissue_maps(scan, t1, grid) * inside if with_tissue and scan.tissue is not None else None
     return Volume(normal, inside, tissue_3XYZ, source, place)
+
+
+def brain_mask(scan: Scan, t1: Image) -> tuple[Bool, MaskSource]:
+    """The mask on the voxels of the T1, and where it comes from; `ScanError` if there is none to be had.
+
+    The order: a derivative ``_desc-brain_mask``, a ``_dseg`` above 0, deepbet if it is installed, and a scan that is
+    skull-stripped already.
+    """
+    if scan.mask is not None:
+        values_XYZ = on_grid_of(t1, read_image(scan.mask, scan.key, is_label=True), scan.key)
+        return _a_brain(values_XYZ > values_XYZ.max() / 2, t1, scan, "derivative"), "derivative"
+    if scan.labels is not None:
+        labels_XYZ = on_grid_of(t1, read_image(scan.labels, scan.key, is_label=True), scan.key)
+        return _a_brain(labels_XYZ > 0, t1, scan, "dseg"), "dseg"
+    if has_deepbet():
+        return _a_brain(_deepbet_mask(t1), t1, scan, "deepbet"), "deepbet"
+    stripped_XYZ = stripped_mask(t1)
+    if stripped_XYZ is not None:
+        return stripped_XYZ, "stripped"
+    what = "has no brain mask among its derivatives and is not skull-stripped"
+    remedy = "pip install 'ermoe[brain-mask]' to make masks with deepbet, or add …_desc-brain_mask.nii.gz"
+    raise scan.unusable(what, remedy)
+
+
+def has_deepbet() -> bool:
+    """Whether the extra ``brain-mask`` is installed."""
+    return importlib.util.find_spec("deepbet") is not None
+
+
+def stripped_mask(t1: Image) -> Bool | None:
+    """The brain of a scan whose skull is gone already; None if the scan shows a head.
+
+    Outside a stripped brain the image is one constant. What remains is one piece, and not larger than a brain can be:
+    a whole head on a constant background is larger.
+    """
+    data_XYZ = t1.data_XYZ
+    corners = data_XYZ[np.ix_([0, -1], [0, -1], [0, -1])]
+    if corners.min() != corners.max():
+        return None
+    shown_XYZ = data_XYZ != corners.flat[0]
+    if not shown_XYZ.any() or 1 - shown_XYZ.mean() < _SMALLEST_BACKGROUND:
+        return None
+    piece_XYZ = largest_piece(shown_XYZ)
+    if piece_XYZ.sum() < _ONE_PIECE * shown_XYZ.sum():
+        return None
+    mask_XYZ = ndimage.binary_fill_holes(piece_XYZ)
+    return mask_XYZ if _BRAIN_ML[0] < volume_ml(mask_XYZ, t1) < _BRAIN_ML[1] else None
+
+
+def largest_piece(mask_XYZ: Bool) -> Bool:
+    """The largest part of a mask whose voxels hang together by their faces."""
+    pieces_XYZ, _ = ndimage.label(mask_XYZ)
+    return pieces_XYZ == 1 + np.bincount(pieces_XYZ.ravel())[1:].argmax()
+
+
+def volume_ml(mask_XYZ: Bool, image: Image) -> float:
+    """Volume of a mask."""
+    return float(mask_XYZ.sum() * abs(np.linalg.det(image.affine[:3, :3])) / 1000)
+
+
+def _a_brain(mask_XYZ: Bool, t1: Image, scan: Scan, source: MaskSource) -> Bool:
+    """The mask, if it has a size that a brain can have."""
+    size_ml = volume_ml(mask_XYZ, t1)
+    if _POSSIBLE_ML[0] <= size_ml <= _POSSIBLE_ML[1]:
+        return mask_XYZ
+    path = {"derivative": scan.mask, "dseg": scan.labels}.get(source, scan.t1)
+    if size_ml:
+        what = f"marks {size_ml:.0f} mL as brain, and no brain is of that size"
+    else:
+        what = "marks no voxel of the T1 as brain" if source != "deepbet" else "shows no brain that deepbet could find"
+    raise scan.unusable(what, "make the mask again and look at it", path)
+
+
+def _deepbet_mask(t1: Image) -> Bool:
+    """The brain of a head, (X, Y, Z); empty if deepbet finds none.
+
+    deepbet stretches what it gets to a cube, so empty slices around a head would change its answer. They are cut off
+    first, and the axes are in world order already: the mask does not depend on how the scan is stored.
+    """
+    mask_XYZ = np.zeros(t1.data_XYZ.shape, np.bool_)
+    shown_XYZ = t1.data_XYZ != 0
+    if not shown_XYZ.any():
+        return mask_XYZ
+    box = bounding_box(shown_XYZ)
+    head_XYZ = np.ascontiguousarray(t1.data_XYZ[box]) / np.abs(t1.data_XYZ).max()
+    import torch
+
+    extraction = _extraction()
+    try:
+        with torch.inference_mode():
+            probability_XYZ = extraction.run_model(head_XYZ)
+        found_XYZ = extraction.postprocess(probability_XYZ > _DEEPBET_THRESHOLD)
+    except (AssertionError, RuntimeError):  # what deepbet raises when nothing looks like a brain
+        return mask_XYZ
+    mask_XYZ[box] = found_XYZ
+    return mask_XYZ
+
+
+@lru_cache(maxsize=1)
+def _extraction() -> Any:
+    from deepbet import BrainExtraction
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about the format of deepbet's weights
+        return BrainExtraction(no_gpu=True)
 
 
 def _grid(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> tuple[Grid, Double]:
@@ -86,76 +190,41 @@ def _grid(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -
 
         standard = mni_grid(preprocessing.spacing_mm, preprocessing.shape)
         return Grid(standard.shape, mni_to_scan(t1, mask_XYZ) @ standard.affine), standard.affine
-    room_mm = preprocessing.spacing_mm * np.array(preprocessing.shape)
-    try:
-        centre_mm = centre_of_mask(mask_XYZ, t1.affine, room_mm)
-    except ValueError:
-        low_mm, high_mm = extent_mm(mask_XYZ, t1.affine)
-        size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
-        what = f"has a brain mask of {size} mm, and the grid holds {room} mm"
-        remedy = "look at the mask; if it is right, use a larger --shape"
-        raise ScanError(Problem("error", scan.key, scan.mask or scan.t1, what, remedy)) from None
+    check_room(scan, t1, mask_XYZ, preprocessing)
+    centre_mm = centre_of_mask(mask_XYZ, t1.affine, preprocessing.room_mm)
     grid = Grid.around(centre_mm, preprocessing.spacing_mm, preprocessing.shape)
     return grid, grid.affine
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A box of isotropic voxels. ``affine`` leads from its voxels to the world of the image, in mm."""
-
-    shape: tuple[int, int, int]
-    affine: Double
-
-    @property
-    def spacing_mm(self) -> Double:
-        return np.linalg.norm(self.affine[:3, :3], axis=0)
-
-    @classmethod
-    def around(cls, centre_mm: Double, spacing_mm: float, shape: tuple[int, int, int]) -> Grid:
-        """Axes along those of the world, the middle of the box at ``centre_mm``."""
-        affine = np.diag([spacing_mm, spacing_mm, spacing_mm, 1.0])
-        affine[:3, 3] = centre_mm - spacing_mm * (np.array(shape) - 1) / 2
-        return cls(shape, affine)
+def check_room(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> None:
+    """Raises `ScanError` if the brain is larger than the grid."""
+    low_mm, high_mm = _extent_mm(mask_XYZ, t1.affine)
+    if np.any(high_mm - low_mm > preprocessing.room_mm):
+        edges = (high_mm - low_mm, preprocessing.room_mm)
+        size, room = (" × ".join(f"{edge:.0f}" for edge in own) for own in edges)
+        what = f"has a brain mask of {size} mm, and the grid holds {room} mm"
+        remedy = "look at the mask; if it is right, use a larger --shape"
+        raise scan.unusable(what, remedy, scan.mask or scan.labels)
 
 
-def sample(image: Image, grid: Grid, *, order: int) -> Float:
-    """The image at the voxels of the grid, 0 outside it, (X, Y, Z).
-
-    Where the grid is coarser than the image, the image is blurred to the grid's resolution first; otherwise detail
-    that the grid cannot hold would come back as noise.
-    """
-    data = _blurred(image, float(grid.spacing_mm.mean()))
-    lookup = np.linalg.inv(image.affine) @ grid.affine
-    return ndimage.affine_transform(
-        data, lookup[:3, :3], lookup[:3, 3], output_shape=grid.shape, order=order, mode="grid-constant", cval=0.0
-    ).astype(np.float32)
-
-
-def _blurred(image: Image, spacing_mm: float) -> Float:
-    """With a Gaussian of half the surplus, in voxels of the image: mild, so that a finer copy of a scan stays sharp."""
-    sigma = np.maximum(spacing_mm / image.spacing_mm - 1, 0) / 2
-    if sigma.max() < 0.05:
-        return image.data_XYZ
-    return ndimage.gaussian_filter(image.data_XYZ, sigma, mode="constant", cval=0.0)
-
-
-def centre_of_mask(mask_XYZ: Bool, affine: Double, room_mm: Double) -> Double:
+def centre_of_mask(mask_XYZ: Bool, affine: Double, room_mm: ArrayLike) -> Double:
     """Where to centre a box of ``room_mm`` so that the whole mask is inside: at its centre of mass if that will do.
 
     The centre of mass hardly moves when a head is tilted. The box moves away from it only as far as it must.
     Raises `ValueError` if the mask is larger than the box.
     """
-    low_mm, high_mm = extent_mm(mask_XYZ, affine)
-    if np.any(high_mm - low_mm > room_mm):
+    low_mm, high_mm = _extent_mm(mask_XYZ, affine)
+    half_mm = np.asarray(room_mm) / 2
+    if np.any(high_mm - low_mm > 2 * half_mm):
         raise ValueError("the mask is larger than the box")
     counts = [mask_XYZ.sum(axis=tuple(other for other in range(3) if other != axis)) for axis in range(3)]
     total = counts[0].sum()
     voxel = np.array([count @ np.arange(len(count)) / total for count in counts])
     centre_mm = (affine @ [*voxel, 1.0])[:3]
-    return np.clip(centre_mm, high_mm - room_mm / 2, low_mm + room_mm / 2)
+    return np.clip(centre_mm, high_mm - half_mm, low_mm + half_mm)
 
 
-def extent_mm(mask_XYZ: Bool, affine: Double) -> tuple[Double, Double]:
+def _extent_mm(mask_XYZ: Bool, affine: Double) -> tuple[Double, Double]:
     """Lowest and highest world coordinates of the mask's voxels, to the outer edges of voxels."""
     # The outermost voxels of an oblique mask are on its surface: enough to look at the first and last of every column.
     columns = np.argwhere(mask_XYZ.any(axis=2))
@@ -187,7 +256,7 @@ def normalise(t1_XYZ: Float, mask_XYZ: Bool, how: Normalisation = "zscore") -> F
             raise ValueError("has a mean intensity of 0 or less inside the brain")
         inside = inside / inside.mean()
     else:
-        low, high = np.percentile(inside, [_LOW, _HIGH])
+        low, high = np.percentile(inside, _PERCENTILES)
         if low == high:
             raise ValueError("shows one and the same intensity in nearly all of the brain")
         inside = np.clip((inside - low) / (high - low), 0, 1)
@@ -202,16 +271,11 @@ def _tissue_maps(scan: Scan, t1: Image, grid: Grid) -> Float:
     Codes are never interpolated: each becomes a map of 0 and 1 first, and a share is what linear interpolation makes
     of that.
     """
-    return np.stack([np.clip(_sampled(image, grid), 0, 1) for image in _maps(scan, t1)])
+    return np.stack([np.clip(_sampled(image, grid), 0, 1) for image in tissue_images(scan, t1)])
 
 
-def check_tissue(scan: Scan, t1: Image) -> None:
-    """Raises `ScanError` if the tissue maps of a scan cannot be used."""
-    _maps(scan, t1)
-
-
-def _maps(scan: Scan, t1: Image) -> list[Image]:
-    """One image a tissue, with values in [0, 1]."""
+def tissue_images(scan: Scan, t1: Image) -> list[Image]:
+    """One image a tissue, with values in [0, 1]; `ScanError` if the maps of a scan cannot be used."""
     assert scan.tissue is not None
     if isinstance(scan.tissue, Segmentation):
         return _from_segmentation(scan.tissue, scan, t1)
@@ -220,7 +284,7 @@ def _maps(scan: Scan, t1: Image) -> list[Image]:
 
 def _sampled(image: Image, grid: Grid) -> Float:
     present = image.data_XYZ > 0
-    return sample(cropped(image, bounding_box(present)), grid, order=1) if present.any() else np.zeros(grid.shape, "f4")
+    return sample(cropped(image, present), grid, order=1) if present.any() else np.zeros(grid.shape, "f4")
 
 
 def _from_segmentation(source: Segmentation, scan: Scan, t1: Image) -> list[Image]:
@@ -230,13 +294,13 @@ def _from_segmentation(source: Segmentation, scan: Scan, t1: Image) -> list[Imag
     codes_XYZ = np.rint(labels.data_XYZ).astype(np.int32)
     if np.abs(labels.data_XYZ - codes_XYZ).max() > 1e-3:
         what = "holds values that are not whole numbers where labels are expected"
-        raise ScanError(Problem("error", scan.key, source.path, what, "resample labels with nearest neighbours"))
+        raise scan.unusable(what, "resample labels with nearest neighbours", source.path)
     maps = [np.isin(codes_XYZ, source.codes[tissue]).astype(np.float32) for tissue in TISSUES]
     missing = [tissue for tissue, present in zip(TISSUES, maps, strict=True) if not present.any()]
     if missing:
         numbers = ", ".join(f"{tissue} {list(source.codes[tissue])[:4]}" for tissue in missing)
         what = f"has no voxel of {numbers}, which its table of labels promises"
-        raise ScanError(Problem("error", scan.key, source.path, what, "check dseg.tsv"))
+        raise scan.unusable(what, "check dseg.tsv", source.path)
     return [Image(present, labels.affine, labels.path) for present in maps]
 
 
@@ -246,7 +310,7 @@ def _from_probabilities(source: ProbabilityMaps, scan: Scan, t1: Image) -> list[
         image = read_image(source.paths[tissue], scan.key, is_label=True)
         if image.data_XYZ.min() < -0.01 or image.data_XYZ.max() > 1.01:
             what = f"has values from {image.data_XYZ.min():g} to {image.data_XYZ.max():g} where shares are expected"
-            raise ScanError(Problem("error", scan.key, image.path, what, "scale it to [0, 1]"))
+            raise scan.unusable(what, "scale it to [0, 1]", image.path)
         maps.append(Image(on_grid_of(t1, image, scan.key), t1.affine, image.path))
     return maps
 
@@ -262,3 +326,28 @@ def isolate(volume: Volume, region: Tissue) -> Float:
         )
     inside = (volume.tissue_3XYZ[TISSUES.index(region)] > 0.5) & volume.mask_XYZ
     return normalise(volume.t1_XYZ, inside) if inside.sum() > 1 else np.zeros_like(volume.t1_XYZ)
+
+
+def looks_like_t1(t1_XYZ: Float, mask_XYZ: Bool, spacing_mm: ArrayLike) -> bool:
+    """False if the brain is not clearly brighter inside than at its surface; also newborns' T1 are not."""
+    return not _depth_contrast(t1_XYZ, mask_XYZ, spacing_mm) < _LEAST_CONTRAST
+
+
+def _depth_contrast(t1_XYZ: Float, mask_XYZ: Bool, spacing_mm: ArrayLike) -> float:
+    """How much brighter the brain is inside than at its surface, in standard deviations; NaN if it has no inside.
+
+    Of fifty T1 scans of adults the lowest has 1.5, of phantoms 1.2; a T1 turned into its negative has −0.2.
+
+    >>> ball = np.linalg.norm(np.indices((40, 40, 40)) - 19.5, axis=0)
+    >>> round(_depth_contrast(20 - ball, ball < 18, [2.0] * 3), 1)
+    2.7
+    """
+    edge_mm = np.broadcast_to(np.asarray(spacing_mm, float), (3,))
+    step = [max(1, round(_COARSE_MM / edge)) for edge in edge_mm]
+    thinned = tuple(slice(None, None, every) for every in step)
+    edge_mm, t1_XYZ, mask_XYZ = edge_mm * step, t1_XYZ[thinned], mask_XYZ[thinned]
+    depth_XYZ = ndimage.distance_transform_edt(np.pad(mask_XYZ, 1), sampling=edge_mm)[1:-1, 1:-1, 1:-1]
+    surface = t1_XYZ[mask_XYZ & (depth_XYZ <= max(_SURFACE_MM, edge_mm.max()))]
+    deep = t1_XYZ[mask_XYZ & (depth_XYZ > _DEEP_MM)]
+    spread = float(t1_XYZ[mask_XYZ].std()) if mask_XYZ.any() else 0.0
+    return float(deep.mean() - surface.mean()) / spread if deep.size and surface.size and spread > 0 else math.nan

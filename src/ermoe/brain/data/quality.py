@@ -1,30 +1,114 @@
-"""`doctor`: looks at every scan of a cohort before a training run does."""
+"""`doctor`: looks at every scan of a cohort before a training run does, and for what else than the brain predicts age.
+
+That is what a scan tells of its scanner and its file: each suspect alone, and everybody predicted from all others.
+
+Letters: N scans, P permutations, F columns of a design, X, Y, Z voxels of the T1.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from rich.table import Table
+from scipy import ndimage
 
 from ermoe.brain.data.cohort import Cohort
-from ermoe.brain.data.confounds import Confound, Fingerprint, confounds, fingerprint
-from ermoe.brain.data.mask import brain_mask, has_deepbet, looks_like_t1, stripped_mask, volume_ml
-from ermoe.brain.data.nifti import Image, bounding_box, inspect_image
-from ermoe.brain.data.preprocess import Preprocessing, check_tissue, extent_mm
-from ermoe.brain.data.scans import Problem, Scan, ScanError, Severity
+from ermoe.brain.data.nifti import Bool, Double, Float, Image, bounding_box, inspect_image
+from ermoe.brain.data.preprocess import (
+    brain_mask,
+    check_room,
+    has_deepbet,
+    looks_like_t1,
+    stripped_mask,
+    tissue_images,
+    volume_ml,
+)
+from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity
 
 _COARSE_MM = 3.0
-_BRAIN_ML = (700.0, 2200.0)
-_SUSPECT_NAMES = {
-    "intensity_scale": "intensity scale",
-    "voxel_mm": "voxel size",
-    "field_of_view_mm": "field of view",
-    "noise": "noise",
-}
+_USUAL_ML = (700.0, 2200.0)
+_PERMUTATIONS = 999
+_LARGEST_P = 0.01
+_SMALLEST_GAIN = 0.05
+_FEWEST_SCANS = 10
+_SIX_NEIGHBOURS = ndimage.generate_binary_structure(3, 1).astype(np.float32)
+_SIX_NEIGHBOURS[1, 1, 1] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Confound:
+    """How well one thing alone predicts age."""
+
+    name: str
+    mae: float | None
+    """Mean absolute error in years, leaving one out; None if the thing is the same for everybody."""
+    mae_of_mean: float
+    """Of predicting the mean of all others."""
+    p_value: float
+    """Share of shuffled ages for which it does as well."""
+
+    @property
+    def predicts_age(self) -> bool:
+        """Better than the mean by a twentieth, and not by chance."""
+        return self.mae is not None and self.mae < (1 - _SMALLEST_GAIN) * self.mae_of_mean and self.p_value < _LARGEST_P
+
+
+def confounds(
+    age_N: Double, numbers: Mapping[str, Sequence[float]], labels: Mapping[str, Sequence[str | None]], *, seed: int = 0
+) -> list[Confound]:
+    """One row for every suspect; none if there are too few scans to tell."""
+    if len(age_N) < _FEWEST_SCANS:
+        return []
+    designs = {name: _line(np.asarray(values, float)) for name, values in numbers.items()}
+    designs |= {name: _groups(values) for name, values in labels.items()}
+    rng = np.random.default_rng(seed)
+    shuffled_NP = np.stack([rng.permutation(age_N) for _ in range(_PERMUTATIONS)], axis=1)
+    mean = float(np.abs(left_out_errors(np.ones((len(age_N), 1)), age_N[:, None])).mean())
+    return [_row(name, design_NF, age_N, shuffled_NP, mean) for name, design_NF in designs.items()]
+
+
+def _row(name: str, design_NF: Double | None, age_N: Double, shuffled_NP: Double, mean: float) -> Confound:
+    if design_NF is None:
+        return Confound(name, None, mean, 1.0)
+    mae = float(np.abs(left_out_errors(design_NF, age_N[:, None])).mean())
+    chance_P = np.abs(left_out_errors(design_NF, shuffled_NP)).mean(axis=0)
+    return Confound(name, mae, mean, float((1 + (chance_P <= mae).sum()) / (1 + len(chance_P))))
+
+
+def left_out_errors(design_NF: Double, age_NP: Double) -> Double:
+    """Errors of least squares when each row is predicted from all others, without fitting N times.
+
+    With the hat matrix H, leaving row i out changes its residual from e_i to e_i / (1 − H_ii). Where H_ii = 1, as for
+    the only member of a group, the others say nothing about it: their mean is the prediction.
+    """
+    number = len(design_NF)
+    basis_NF, _ = np.linalg.qr(design_NF)
+    leverage_N = (basis_NF**2).sum(axis=1)
+    residual_NP = age_NP - basis_NF @ (basis_NF.T @ age_NP)
+    alone_N = leverage_N > 1 - 1e-9
+    errors_NP = residual_NP / np.where(alone_N, 1.0, 1 - leverage_N)[:, None]
+    errors_NP[alone_N] = (age_NP - age_NP.mean(axis=0))[alone_N] * number / (number - 1)
+    return errors_NP
+
+
+def _line(values_N: Double) -> Double | None:
+    """Columns 1 and the standardised values; None if they hardly differ."""
+    spread = values_N.std()
+    if not np.isfinite(spread) or spread <= 1e-6 * max(1.0, float(np.abs(values_N).mean())):
+        return None
+    return np.column_stack([np.ones(len(values_N)), (values_N - values_N.mean()) / spread])
+
+
+def _groups(labels: Sequence[str | None]) -> Double | None:
+    """One column a group; None if there is one group, or hardly two people in any."""
+    known = sorted({str(label) for label in labels})
+    if len(known) < 2 or len(known) > len(labels) // 2:
+        return None
+    return np.array([[str(label) == group for group in known] for label in labels], float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +118,8 @@ class Checkup:
     scan: Scan
     mask_source: str | None
     """None if there is no mask to be had; "deepbet" means that deepbet will be run, not that it was."""
-    fingerprint: Fingerprint | None
+    fingerprint: Mapping[str, float]
+    """Numbers that should not know an age, by name; none if the scan cannot be read."""
     problems: tuple[Problem, ...]
     digest: str | None
     """Of the voxels, in world order."""
@@ -76,31 +161,33 @@ def examine(
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
-    found = tuple(_suspects(checkups))
-    return Examination(tuple(checkups), tuple(problems), found)
+    return Examination(tuple(checkups), tuple(problems), tuple(_suspects(checkups)))
 
 
 def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
     """Everything that can be told from one scan and its derivatives."""
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):
-        return Checkup(scan, None, None, tuple(problems), None)
-    problems += _resolution(t1, scan)
+        return Checkup(scan, None, {}, tuple(problems), None)
+    if t1.spacing_mm.max() > _COARSE_MM:
+        size = " × ".join(f"{edge:.2g}" for edge in t1.spacing_mm)
+        what = f"has voxels of {size} mm, too coarse to show the cortex"
+        problems.append(Problem("warning", scan.key, scan.t1, what, "expect a poor prediction"))
     source, mask_XYZ = None, None
     try:
         source, mask_XYZ = _mask(scan, t1)
         if scan.tissue is not None:
-            check_tissue(scan, t1)
+            tissue_images(scan, t1)
     except ScanError as wrong:
         problems.append(wrong.problem)
     if mask_XYZ is not None and source != "deepbet":
         problems += _brain(scan, t1, mask_XYZ, preprocessing)
     marked = mask_XYZ if mask_XYZ is not None else t1.data_XYZ > t1.data_XYZ.mean()
     digest = hashlib.blake2b(_trimmed(t1.data_XYZ).tobytes(), digest_size=16).hexdigest()
-    return Checkup(scan, source, fingerprint(t1, marked), tuple(problems), digest)
+    return Checkup(scan, source, _fingerprint(t1, marked), tuple(problems), digest)
 
 
-def _mask(scan: Scan, t1: Image) -> tuple[str, NDArray[np.bool_] | None]:
+def _mask(scan: Scan, t1: Image) -> tuple[str, Bool | None]:
     """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do for the brain."""
     if scan.mask is None and scan.labels is None and has_deepbet():
         return "deepbet", stripped_mask(t1)
@@ -108,53 +195,33 @@ def _mask(scan: Scan, t1: Image) -> tuple[str, NDArray[np.bool_] | None]:
     return source, mask_XYZ
 
 
-def _resolution(t1: Image, scan: Scan) -> list[Problem]:
-    spacing = t1.spacing_mm
-    if spacing.max() <= _COARSE_MM:
-        return []
-    size = " × ".join(f"{edge:.2g}" for edge in spacing)
-    what = f"has voxels of {size} mm, too coarse to show the cortex"
-    return [Problem("warning", scan.key, scan.t1, what, "expect a poor prediction")]
-
-
-def _brain(scan: Scan, t1: Image, mask_XYZ: NDArray[np.bool_], preprocessing: Preprocessing) -> list[Problem]:
+def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> list[Problem]:
     problems = []
     path = scan.mask or scan.labels or scan.t1
     size_ml = volume_ml(mask_XYZ, t1)
-    if not _BRAIN_ML[0] <= size_ml <= _BRAIN_ML[1]:
-        what = f"marks {size_ml:.0f} mL as brain, where {_BRAIN_ML[0]:.0f} to {_BRAIN_ML[1]:.0f} would be usual"
+    if not _USUAL_ML[0] <= size_ml <= _USUAL_ML[1]:
+        what = f"marks {size_ml:.0f} mL as brain, where {_USUAL_ML[0]:.0f} to {_USUAL_ML[1]:.0f} would be usual"
         problems.append(Problem("warning", scan.key, path, what, "look at the mask"))
-    low_mm, high_mm = extent_mm(mask_XYZ, t1.affine)
-    room_mm = preprocessing.spacing_mm * np.array(preprocessing.shape)
-    if preprocessing.register == "none" and np.any(high_mm - low_mm > room_mm):
-        size, room = (" × ".join(f"{edge:.0f}" for edge in edges) for edges in (high_mm - low_mm, room_mm))
-        what = f"marks a brain of {size} mm, and the grid holds {room} mm"
-        remedy = "look at the mask; if it is right, use a larger --shape"
-        problems.append(Problem("error", scan.key, path, what, remedy))
+    try:
+        if preprocessing.register == "none":
+            check_room(scan, t1, mask_XYZ, preprocessing)
+    except ScanError as too_large:
+        problems.append(too_large.problem)
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
         what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
         problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))
-    cut = [
-        side
-        for axis, (low, high) in enumerate((("left", "right"), ("back", "front"), ("", "top")))
-        for side in _touched(mask_XYZ, axis, low, high)
-    ]
-    if cut:
-        what = f"shows a brain that is cut off at the {' and the '.join(cut)}"
-        problems.append(
-            Problem("warning", scan.key, scan.t1, what, "the field of view is too small, or the mask wrong")
-        )
+    x, y, z = bounding_box(mask_XYZ)
+    right, front, top = mask_XYZ.shape  # the brain stem may leave at the bottom
+    touched = {"left": x.start == 0, "right": x.stop == right, "back": y.start == 0, "front": y.stop == front}
+    touched["top"] = z.stop == top
+    if any(touched.values()):
+        cut = " and the ".join(side for side, is_touched in touched.items() if is_touched)
+        remedy = "the field of view is too small, or the mask wrong"
+        problems.append(Problem("warning", scan.key, scan.t1, f"shows a brain that is cut off at the {cut}", remedy))
     return problems
 
 
-def _touched(mask_XYZ: NDArray[np.bool_], axis: int, low: str, high: str) -> list[str]:
-    """Sides where the mask meets the end of the volume; the brain stem may leave at the bottom, which has no name."""
-    side = bounding_box(mask_XYZ)[axis]
-    at_low, at_high = side.start == 0, side.stop == mask_XYZ.shape[axis]
-    return [name for name, touched in ((low, at_low), (high, at_high)) if touched and name]
-
-
-def _trimmed(data_XYZ: NDArray[np.float32]) -> NDArray[np.float32]:
+def _trimmed(data_XYZ: Float) -> Float:
     """Without empty slices at the ends, so that padding does not hide a copy."""
     shown = data_XYZ != 0
     return np.ascontiguousarray(data_XYZ[bounding_box(shown)]) if shown.any() else data_XYZ
@@ -177,11 +244,8 @@ def _same_images(checkups: Sequence[Checkup]) -> list[Problem]:
 
 def _suspects(checkups: Sequence[Checkup]) -> list[Confound]:
     """The confound table, over scans that have an age and could be read."""
-    known = [checkup for checkup in checkups if checkup.fingerprint is not None and checkup.scan.age is not None]
-    numbers = {
-        _SUSPECT_NAMES[field.name]: [getattr(checkup.fingerprint, field.name) for checkup in known]
-        for field in fields(Fingerprint)
-    }
+    known = [checkup for checkup in checkups if checkup.fingerprint and checkup.scan.age is not None]
+    numbers = {name: [checkup.fingerprint[name] for checkup in known] for name in known[0].fingerprint} if known else {}
     labels: dict[str, list[str | None]] = {"site": [checkup.scan.site for checkup in known]}
     labels["mask source"] = [checkup.mask_source for checkup in known]
     for column in _label_columns([checkup.scan for checkup in known]):
@@ -194,3 +258,74 @@ def _label_columns(scans: Sequence[Scan]) -> list[str]:
     columns = sorted({column for scan in scans for column in scan.columns if not column.startswith("age")})
     few = max(2, len(scans) // 5)
     return [column for column in columns if 2 <= len(Counter(scan.columns.get(column, "n/a") for scan in scans)) <= few]
+
+
+def _fingerprint(t1: Image, mask_XYZ: Bool) -> dict[str, float]:
+    """Of a T1 and its brain: scales are geometric means over the axes, noise is relative to the median intensity."""
+    level = max(float(np.median(np.abs(t1.data_XYZ[mask_XYZ]))), 1e-12)
+    return {
+        "intensity scale": float(np.log10(level)),
+        "voxel size": float(np.exp(np.log(t1.spacing_mm).mean())),
+        "field of view": float(np.exp(np.log(t1.spacing_mm * t1.data_XYZ.shape).mean())),
+        "noise": _noise(t1.data_XYZ, mask_XYZ) / level,
+    }
+
+
+def _noise(data_XYZ: Float, mask_XYZ: Bool) -> float:
+    """Deviation of a voxel from the mean of its six neighbours, in the brightest third: white matter, far from edges.
+
+    For independent noise of deviation σ that difference has σ √(1 + 1/6); a median is not moved by the edges left.
+    """
+    bright = mask_XYZ & (data_XYZ > np.percentile(data_XYZ[mask_XYZ], 66))
+    inside = ndimage.binary_erosion(bright)
+    inside = inside if inside.any() else bright
+    neighbours = ndimage.convolve(data_XYZ, _SIX_NEIGHBOURS / 6)
+    difference = (data_XYZ - neighbours)[inside]
+    return float(1.4826 * np.median(np.abs(difference)) / np.sqrt(7 / 6)) if difference.size else 0.0
+
+
+def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
+    """What `doctor` says: the cohort in a few lines, problems one a line, the confound table, and how much there is."""
+    people = {scan.participant_id for scan in cohort.scans}
+    ages = [scan.age for scan in cohort.scans if scan.age is not None]
+    years = f", {min(ages):.1f} to {max(ages):.1f} years" if ages else ""
+    yield f"{_count(len(cohort.scans), 'scan')} of {_count(len(people), 'person', 'people')}{years}"
+    groups: dict[str, Counter[str]] = {
+        "sex": Counter(scan.sex or "n/a" for scan in cohort.scans),
+        "site": Counter(scan.site or "n/a" for scan in cohort.scans),
+        "brain mask": Counter(checkup.mask_source or "none" for checkup in examination.checkups),
+        "tissue maps": Counter("yes" if scan.tissue else "no" for scan in cohort.scans),
+    }
+    for name, found in groups.items():
+        yield f"{name}: " + ", ".join(f"{key} {number}" for key, number in sorted(found.items()))
+    yield from cohort.notes
+    for problem in (*examination.errors, *examination.warnings):
+        yield f"{problem.severity}: {problem}"
+    yield from _confounds_in_words(examination.confounds)
+    numbers = (len(found) for found in (examination.errors, examination.warnings, examination.confounded_by))
+    yield ", ".join(map(_count, numbers, ("error", "warning", "confound")))
+
+
+def _confounds_in_words(found: Sequence[Confound]) -> Iterator[str | Table]:
+    if not found:
+        return
+    mean = found[0].mae_of_mean
+    table = Table("this alone", "MAE of age", "gain", "p", title="What predicts age without a look at the brain")
+    table.add_row("nothing (the mean age)", f"{mean:.2f}", "", "")
+    for confound in found:
+        if confound.mae is None:
+            table.add_row(confound.name, "the same for all", "", "")
+        else:
+            gain = f"{1 - confound.mae / mean:+.0%}"
+            table.add_row(confound.name, f"{confound.mae:.2f}", gain, f"{confound.p_value:.3f}")
+    yield table
+    for confound in found:
+        if confound.predicts_age:
+            yield (
+                f"warning: {confound.name} alone predicts age ({confound.mae:.1f} years instead of {mean:.1f}): a "
+                "model can learn it instead of the brain; judge among people who share it and quote this row with it"
+            )
+
+
+def _count(number: int, thing: str, things: str | None = None) -> str:
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ermoe.brain.data.nifti import Image, bounding_box, cropped
-from ermoe.brain.data.preprocess import Grid, centre_of_mask, normalise, sample
+from ermoe.brain.data.nifti import Bool, Double, Grid, Image, cropped, sample
+from ermoe.brain.data.preprocess import centre_of_mask, normalise
 from ermoe.errors import UserError
-
-Double = NDArray[np.float64]
 
 _WORK_MM = 4.0  # an affine is a matter of the whole head, and finer voxels take far longer
 _BINS = 32
@@ -36,14 +33,14 @@ def mni_grid(spacing_mm: float, shape: tuple[int, int, int]) -> Grid:
     return Grid.around(centre_mm, spacing_mm, shape)
 
 
-def mni_to_scan(t1: Image, mask_XYZ: NDArray[np.bool_]) -> Double:
+def mni_to_scan(t1: Image, mask_XYZ: Bool) -> Double:
     """The affine (4, 4) that leads from MNI coordinates to the world of the scan, in mm.
 
     Found by mutual information of stripped brains: first a shift, then a rigid motion, then all twelve parameters.
     """
     align, transforms = _dipy()
     template, static_grid = _template()[0], _working_grid(_template()[0])
-    brain = cropped(Image(t1.data_XYZ * mask_XYZ, t1.affine, t1.path), bounding_box(mask_XYZ))
+    brain = cropped(Image(t1.data_XYZ * mask_XYZ, t1.affine, t1.path), mask_XYZ)
     grid = _working_grid(brain)
     shown_XYZ = sample(brain, grid, order=1)
     # Intensities from 0 to 1, so that a scale cannot change the bins of the histogram.
@@ -79,7 +76,7 @@ def _working_grid(brain: Image) -> Grid:
 
 
 @lru_cache(maxsize=1)
-def _template() -> tuple[Image, NDArray[np.bool_]]:
+def _template() -> tuple[Image, Bool]:
     from nilearn import datasets
 
     stored = datasets.load_mni152_template(resolution=2)

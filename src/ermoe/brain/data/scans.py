@@ -1,20 +1,28 @@
-"""One T1 scan: what is known about it, what may be wrong with it, and whose it is."""
+"""Scans as plain records: what is known of one, what may be wrong with it, whose it is; which to read, how to prepare.
+
+Nothing here imports torch or numpy, so that a command can show its options at once.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 from ermoe.errors import UserError
 
 Tissue = Literal["wm", "gm", "csf"]
+TissueFrom = Literal["probseg", "dseg", "aseg", "none"]
 Sex = Literal["M", "F", "other"]
+Normalisation = Literal["zscore", "mean", "percentile"]
 
 TISSUES: tuple[Tissue, ...] = ("wm", "gm", "csf")
 """The order of tissues everywhere: experts, channels, columns."""
@@ -77,6 +85,17 @@ class Scan:
     def key(self) -> str:
         """Participant and session, as in BIDS file names."""
         return "_".join(part for part in (self.participant_id, self.session_id) if part)
+
+    @property
+    def files(self) -> list[Path]:
+        """The T1 and all that belongs to it."""
+        tissue = [self.tissue.path] if isinstance(self.tissue, Segmentation) else []
+        tissue += self.tissue.paths.values() if isinstance(self.tissue, ProbabilityMaps) else []
+        return [path for path in (self.t1, self.mask, self.labels, *tissue) if path is not None]
+
+    def unusable(self, what: str, remedy: str, path: Path | None = None) -> ScanError:
+        """Why the scan cannot be used; ``path`` is the file to blame if not the T1 is."""
+        return ScanError(Problem("error", self.key, path or self.t1, what, remedy))
 
 
 Severity = Literal["error", "warning"]
@@ -156,10 +175,10 @@ def prefixed(label: str, prefix: str = _PREFIX) -> str:
     return label if label.casefold().startswith(prefix) else prefix + label
 
 
-def sex_coding_from(pairs: Sequence[str]) -> dict[str, Sex]:
+def _sex_coding_from(pairs: Sequence[str]) -> dict[str, Sex]:
     """What ``--sex-coding`` says.
 
-    >>> sex_coding_from(["1=M", "2=F"])
+    >>> _sex_coding_from(["1=M", "2=F"])
     {'1': 'M', '2': 'F'}
     """
     coding: dict[str, Sex] = {}
@@ -175,3 +194,115 @@ def plain_code(code: str) -> str:
     """A code as it is compared: in lower case, without spaces, and 1.0 as 1."""
     code = code.strip().casefold()
     return code[:-2] if re.fullmatch(r"\d+\.0", code) else code
+
+
+_CODES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[CODE=SEX [CODE=SEX ...]]",
+    instance_from_str=_sex_coding_from,
+    is_instance=lambda value: isinstance(value, Mapping),
+    str_from_instance=lambda coding: [f"{code}={sex}" for code, sex in coding.items()],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CohortOptions:
+    """How a cohort is to be read.
+
+    Args:
+        participants: only these people, with or without "sub-".
+        exclude: not these people.
+        sex_coding: what numbers in the column sex mean, for example 1=M 2=F.
+        age_is_baseline: the age in participants.tsv is that of the first of several sessions.
+        tissue_from: where tissue maps come from; by default probability maps, else a dseg with its table.
+        t1_rule: which of several T1w scans of a session: first, last, or a pattern for file names.
+    """
+
+    participants: Annotated[tuple[str, ...], tyro.conf.arg(name="participant-label")] = ()
+    exclude: tuple[str, ...] = ()
+    sex_coding: Annotated[Mapping[str, Sex], _CODES] = field(default_factory=dict)
+    age_is_baseline: bool = False
+    tissue_from: TissueFrom | None = None
+    t1_rule: str = "first"
+
+    def __post_init__(self) -> None:
+        if self.tissue_from not in (None, *get_args(TissueFrom)):
+            raise UserError(f"tissue_from={self.tissue_from!r}: use probseg, dseg, aseg or none")
+        if not self.t1_rule:
+            raise UserError("t1_rule='': use first, last or a pattern for file names such as '*acq-mprage*'")
+
+    def changed(self, changes: Mapping[str, Any]) -> CohortOptions:
+        """With other values, and labels with their prefix, as BIDS apps take them with or without.
+
+        >>> CohortOptions().changed({"participants": ["01", "sub-02"]}).participants
+        ('sub-01', 'sub-02')
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        if "participants" in given and not given["participants"]:
+            raise UserError("participants names nobody: name somebody, or leave it out for everybody")
+        new = replace(self, **given)
+        return replace(new, participants=_labels(new.participants), exclude=_labels(new.exclude))
+
+    def wants(self, participant_id: str) -> bool:
+        """Whether a person is to be read."""
+        return (not self.participants or participant_id in self.participants) and participant_id not in self.exclude
+
+    def concerns(self, problem: Problem) -> bool:
+        """Whether a problem is about somebody who is to be read, or about nobody in particular."""
+        # The subject of a problem is a person, or a session of one.
+        return problem.subject is None or self.wants(problem.subject.split("_ses-")[0])
+
+
+def _labels(labels: Sequence[str]) -> tuple[str, ...]:
+    return tuple(prefixed(label.strip()) for label in labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """All that is done to a scan before the model sees it; stored with the model and applied at prediction.
+
+    Args:
+        spacing_mm: edge of the grid's voxels; 2 by default.
+        shape: voxels of the grid towards right, front and top, in which the brain must fit; by default 96 112 96, or
+            the same room in voxels of another size.
+        normalisation: of intensities inside the brain; zscore by default, mean as SFCN's authors.
+        register: none, the grid lies in the scanner's axes around the brain; affine, in MNI space, which needs the
+            extra "register".
+        interpolation: of the T1; masks and tissue are linear always.
+    """
+
+    spacing_mm: float = 2.0
+    shape: tuple[int, int, int] = (96, 112, 96)
+    normalisation: Normalisation = "zscore"
+    register: Literal["none", "affine"] = "none"
+    interpolation: Literal["cubic", "linear"] = "cubic"
+
+    def __post_init__(self) -> None:
+        if not 0.25 <= self.spacing_mm <= 16:
+            raise UserError(f"spacing_mm={self.spacing_mm}: need 0.25 to 16 mm")
+        if len(self.shape) != 3 or min(self.shape) < 4:
+            raise UserError(f"shape={self.shape}: need three numbers of voxels, each at least 4")
+        for name, known in (
+            ("normalisation", get_args(Normalisation)),
+            ("register", ("none", "affine")),
+            ("interpolation", ("cubic", "linear")),
+        ):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+
+    @property
+    def room_mm(self) -> tuple[float, ...]:
+        """Edges of the grid."""
+        return tuple(self.spacing_mm * edge for edge in self.shape)
+
+    def with_spacing(self, spacing_mm: float | None, *, cube: int = 1) -> Preprocessing:
+        """On voxels of another size, over the same room in whole cubes.
+
+        >>> Preprocessing().with_spacing(1.0, cube=16).shape
+        (192, 224, 192)
+        """
+        spacing_mm = self.spacing_mm if spacing_mm is None else spacing_mm
+        if spacing_mm <= 0 or cube < 1:
+            return replace(self, spacing_mm=spacing_mm)
+        edges = [cube * math.ceil(self.spacing_mm * edge / (spacing_mm * cube) - 1e-9) for edge in self.shape]
+        return replace(self, spacing_mm=spacing_mm, shape=(edges[0], edges[1], edges[2]))

@@ -12,9 +12,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from ermoe.brain.data.scans import Scan, canonical_id, look_alikes
-from ermoe.brain.data.tables import given, read_table
+from ermoe.brain.data.tables import given, read_table, write_tsv
 from ermoe.errors import UserError
-from ermoe.files import replacing
 
 Part = Literal["train", "validation", "test"]
 Kind = Literal["holdout", "k-fold", "leave-site-out"]
@@ -57,17 +56,12 @@ class Splits:
                 raise UserError(f"the split knows {twin!r} and the data {participant_id!r}: give one person one id")
         if missing:
             raise UserError(f"no part of the split has {_listed(missing)}: make the split again with all people")
-        twice = look_alikes({*self.parts, *(scan.participant_id for scan in scans)})
-        if twice:
-            groups = "; ".join(" = ".join(map(repr, group)) for group in twice[:10])
-            raise UserError(f"what may be one person has several ids in the split ({groups}): give one person one id")
+        _refuse_look_alikes([*self.parts, *(scan.participant_id for scan in scans)], "person", "id")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the TSV."""
-        lines = ["\t".join(("participant_id", *self.fold_names))]
-        lines += ["\t".join((person, *parts)) for person, parts in sorted(self.parts.items())]
-        with replacing(path) as draft:
-            draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows = ((person, *parts) for person, parts in sorted(self.parts.items()))
+        write_tsv(path, ("participant_id", *self.fold_names), rows)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], scans: Sequence[Scan]) -> Splits:
@@ -130,9 +124,7 @@ def leave_site_out(scans: Sequence[Scan], *, validation_share: float = 0.0, seed
     for scan in scans:
         at[scan.participant_id].add(str(scan.site))
     sites = sorted(set().union(*at.values()))
-    if twice := look_alikes(sites):
-        groups = "; ".join(" = ".join(map(repr, group)) for group in twice)
-        raise UserError(f"what may be one site has several names ({groups}): give one site one name")
+    _refuse_look_alikes(sites, "site", "name")
     if len(sites) < 2:
         raise UserError(f"leaving sites out needs two sites or more, and there is only {', '.join(sites)}: use k folds")
     roaming = sorted(person for person, places in at.items() if len(places) > 1)
@@ -154,10 +146,7 @@ def _groups(scans: Sequence[Scan], num_groups: int, seed: int) -> dict[str, int]
 
     People are lined up by sex, then age. Of each ``num_groups`` neighbours, every group gets one, by lot.
     """
-    twice = look_alikes(scan.participant_id for scan in scans)
-    if twice:
-        groups = "; ".join(" = ".join(map(repr, group)) for group in twice[:10])
-        raise UserError(f"what may be one person has several ids ({groups}): give one person one id")
+    _refuse_look_alikes([scan.participant_id for scan in scans], "person", "id")
     ages: dict[str, list[float]] = defaultdict(list)
     sexes: dict[str, str] = {}
     for scan in scans:
@@ -172,6 +161,12 @@ def _groups(scans: Sequence[Scan], num_groups: int, seed: int) -> dict[str, int]
         for person, group in zip(line[start : start + num_groups], rng.permutation(num_groups), strict=False):
             group_of[person] = int(group)
     return group_of
+
+
+def _refuse_look_alikes(spellings: Sequence[str], thing: str, name: str) -> None:
+    if twice := look_alikes(spellings):
+        groups = "; ".join(" = ".join(map(repr, group)) for group in twice[:10])
+        raise UserError(f"what may be one {thing} has several {name}s ({groups}): give one {thing} one {name}")
 
 
 def _part(path: object, row: Mapping[str, str], fold: str) -> Part:

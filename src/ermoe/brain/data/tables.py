@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ermoe.brain.data.scans import SEX_WORDS, Problem, Sex, plain_code
 from ermoe.errors import UserError
+from ermoe.files import replacing
 
 _MISSING = {"", "n/a", "na", "nan", "none", "null", "."}
 
@@ -49,7 +51,7 @@ def read_table(path: Path) -> Table:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: it needs a header line and one row a person")
-    delimiter = _delimiter(path, lines[0])
+    delimiter = "\t" if path.suffix.casefold() == ".tsv" else max("\t;,", key=lines[0].count)
     header, *body = csv.reader(lines, delimiter=delimiter)
     columns = tuple(name.strip().casefold() for name in header)
     twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -58,10 +60,15 @@ def read_table(path: Path) -> Table:
     return Table(path, columns, tuple(_row(path, columns, number, cells) for number, cells in enumerate(body, start=2)))
 
 
-def _delimiter(path: Path, header: str) -> str:
-    if path.suffix.casefold() == ".tsv":
-        return "\t"
-    return max("\t;,", key=header.count)
+def write_tsv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Writes a TSV."""
+    write_text(path, "".join("\t".join(row) + "\n" for row in (columns, *rows)))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """UTF-8, in one step."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def _row(path: Path, columns: tuple[str, ...], number: int, cells: list[str]) -> dict[str, str]:
@@ -115,67 +122,47 @@ def _other_unit(age: float) -> str:
     return "write the age in years"
 
 
-class SexError(ValueError):
-    """A sex whose code was not declared."""
+def read_sex(text: str, declared: Mapping[str, Sex]) -> Sex | None:
+    """A sex; of a number only if it was declared, because 1 and 2 mean different things to different labs.
 
-
-@dataclass(frozen=True, slots=True)
-class SexReader:
-    """Reads sexes; numbers only if their meaning was declared, because 1 and 2 mean different things to different labs.
-
-    >>> reader = SexReader({"1": "F"})
-    >>> reader("male"), reader("1.0"), reader("O")
-    ('M', 'F', 'other')
+    >>> read_sex("male", {}), read_sex("1.0", {"1": "F"}), read_sex("O", {}), read_sex("2", {"1": "F"})
+    ('M', 'F', 'other', None)
     """
-
-    declared: Mapping[str, Sex] = field(default_factory=dict)
-
-    def __call__(self, text: str) -> Sex:
-        code = plain_code(text)
-        if code in self.declared:
-            return self.declared[code]
-        if code in SEX_WORDS:
-            return SEX_WORDS[code]
-        raise SexError(f"gives the sex {text!r}, whose meaning is not declared")
+    code = plain_code(text)
+    return declared.get(code) or SEX_WORDS.get(code)
 
 
 def declared_sexes(sidecar: Path) -> dict[str, Sex]:
     """The sexes among the ``Levels`` of a participants.json; empty without one."""
-    levels = _column(_sidecar(sidecar), "sex").get("Levels", {})
+    levels = _column(sidecar, "sex").get("Levels", {})
     found = {plain_code(code): _described(text) for code, text in levels.items()} if isinstance(levels, dict) else {}
     return {code: sex for code, sex in found.items() if sex is not None}
 
 
 def age_unit_problems(sidecar: Path) -> list[Problem]:
     """An error if the sidecar of a table says that its ages are not in years."""
-    unit = str(_column(_sidecar(sidecar), "age").get("Units", "")).strip()
+    unit = str(_column(sidecar, "age").get("Units", "")).strip()
     if not unit or unit.casefold() in {"y", "yr", "yrs", "year", "years", "a"}:
         return []
     return [Problem("error", None, sidecar, f"says that ages are in {unit}", "write them in years")]
 
 
-def _sidecar(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _column(sidecar: Path, name: str) -> dict[str, Any]:
+    """What a sidecar says of a column; nothing without one."""
+    if not sidecar.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(sidecar.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError) as problem:
-        raise UserError(f"{path} is not JSON ({problem}): mend or delete it") from problem
-    return content if isinstance(content, dict) else {}
-
-
-def _column(sidecar: dict[str, Any], name: str) -> dict[str, Any]:
-    for column, described in sidecar.items():
-        if column.casefold() == name and isinstance(described, dict):
-            return described
-    return {}
+        raise UserError(f"{sidecar} is not JSON ({problem}): mend or delete it") from problem
+    columns = content.items() if isinstance(content, dict) else ()
+    return next((said for column, said in columns if column.casefold() == name and isinstance(said, dict)), {})
 
 
 def _described(level: Any) -> Sex | None:
     """The sex that the text of a level speaks of; a level may be a text or an object with a description."""
     text = " ".join(map(str, level.values())) if isinstance(level, dict) else str(level)
     words = set(re.findall(r"[a-z-]+", text.casefold()))
-    sexes = {SEX_WORDS[word] for word in words if word in SEX_WORDS and len(word) > 1} or {
-        SEX_WORDS[word] for word in words if word in SEX_WORDS
-    }
+    known = [word for word in words if word in SEX_WORDS]
+    sexes = {SEX_WORDS[word] for word in [word for word in known if len(word) > 1] or known}
     return sexes.pop() if len(sexes) == 1 else None

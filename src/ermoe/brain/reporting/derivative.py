@@ -1,14 +1,21 @@
-"""Results as a BIDS derivative: a description of the data set, tables with a sidecar that explains every column."""
+"""Results as a BIDS derivative: a description, tables with a sidecar that explains every column, and the model card.
+
+The card says what a model is, what it was made from, how good it is, and what it is not for.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ermoe._version import __version__
-from ermoe.files import replacing, write_json
+from ermoe.brain.ages import POOLED
+from ermoe.brain.data.tables import write_text, write_tsv
+from ermoe.brain.model import BrainAgeModel
+from ermoe.files import write_json
 
 _BIDS_VERSION = "1.10.0"
 _PIPELINE = "ermoe-ba"
@@ -17,58 +24,48 @@ RESEARCH_USE = "Research use only: not a medical device, and no basis for a deci
 _IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
-_EXPLAINED: dict[str, dict[str, Any]] = {
-    "participant_id": {"Description": "participant"},
-    "session_id": {"Description": "session"},
-    "scan": {"Description": "T1-weighted image that was read"},
-    "fold": {"Description": "folds whose networks judged this scan; none of them has learnt from this person"},
-    "age": {"Description": "chronological age at the scan", "Units": "year"},
-    "sex": {"Description": "sex as the data set's table gives it"},
-    "site": {"Description": "site as the data set's table gives it"},
-    "brain_age": {"Description": "predicted age, raw: the headline", "Units": "year"},
-    "brain_age_low": {"Description": "lower limit of the 90 % prediction interval, from the age bins", "Units": "year"},
-    "brain_age_high": {"Description": "upper limit of the 90 % prediction interval", "Units": "year"},
-    "brain_age_calibrated": {
-        "Description": "(brain_age − a) / b with one line for all, fitted without this person's age",
-        "Units": "year",
-    },
-    "brain_age_calibrated_sex": {
-        "Description": "(brain_age − a) / b with the line of the person's sex, fitted without this person's age",
-        "Units": "year",
-    },
-    "gap": {
-        "Description": "brain_age − age, raw; use age as a covariate with it",
-        "Units": "year",
-    },
-    "gap_calibrated": {"Description": "brain_age_calibrated − age", "Units": "year"},
-    "gap_age_residualised": {
-        "Description": "gap without its straight trend over age in this very sample; uses the age, so it is no score",
-        "Units": "year",
-    },
-    "fold_sd": {"Description": "standard deviation over the folds that judged", "Units": "year"},
-    "num_folds": {"Description": "folds that judged"},
-    "mask_source": {"Description": "where the brain mask came from"},
-    "seen_in_training": {
-        "Description": "the person was in the training data; folds that had not learnt from them judge, if any"
-    },
-    "outside_age_range": {"Description": "age (brain age where it is unknown) outside of the training people's"},
-    "unusual_mask": {"Description": "no training scan had its brain mask from this source"},
-    "unlike_t1": {"Description": "hardly brighter inside the brain than at its surface, as in no T1 of an adult"},
-    "problem": {"Description": "why there is no prediction"},
-    "group": {"Description": "which scans"},
-    "prediction": {"Description": "raw, or which calibration"},
-    "num_scans": {"Description": "scans"},
-    "num_people": {"Description": "people"},
-    "mae": {"Description": "mean absolute error", "Units": "year"},
-    "rmse": {"Description": "root mean squared error", "Units": "year"},
-    "r2": {"Description": "1 − squared error over variance of age"},
-    "r": {"Description": "correlation of predicted and chronological age"},
-    "gap_age_r": {"Description": "correlation of gap and age"},
-    "slope": {"Description": "of predicted = intercept + slope · age"},
-    "intercept": {"Description": "of predicted = intercept + slope · age", "Units": "year"},
-    "bias": {"Description": "mean gap", "Units": "year"},
+_EXPLAINED = {
+    "participant_id": "participant",
+    "session_id": "session",
+    "scan": "T1-weighted image that was read",
+    "fold": "folds whose networks judged this scan; none of them has learnt from this person",
+    "age": "chronological age at the scan",
+    "sex": "sex as the data set's table gives it",
+    "site": "site as the data set's table gives it",
+    "brain_age": "predicted age, raw: the headline",
+    "brain_age_low": "lower limit of the 90 % prediction interval, from the age bins",
+    "brain_age_high": "upper limit of the 90 % prediction interval",
+    "brain_age_calibrated": "(brain_age − a) / b with one line for all, fitted without this person's age",
+    "brain_age_calibrated_sex": "(brain_age − a) / b with the line of the person's sex, fitted without their age",
+    "gap": "brain_age − age, raw; use age as a covariate with it",
+    "gap_calibrated": "brain_age_calibrated − age",
+    "gap_age_residualised": "gap without its straight trend over age in this sample; uses the age, so it is no score",
+    "fold_sd": "standard deviation over the folds that judged",
+    "num_folds": "folds that judged",
+    "mask_source": "where the brain mask came from",
+    "seen_in_training": "the person was in the training data; folds that had not learnt from them judge, if any",
+    "outside_age_range": "age (brain age where it is unknown) outside of the training people's",
+    "unusual_mask": "no training scan had its brain mask from this source",
+    "unlike_t1": "hardly brighter inside the brain than at its surface, as in no T1 of an adult",
+    "problem": "why there is no prediction",
+    "group": "which scans",
+    "prediction": "raw, or which calibration",
+    "num_scans": "scans",
+    "num_people": "people",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "r2": "1 − squared error over variance of age",
+    "r": "correlation of predicted and chronological age",
+    "gap_age_r": "correlation of gap and age",
+    "slope": "of predicted = intercept + slope · age",
+    "intercept": "of predicted = intercept + slope · age",
+    "bias": "mean gap",
 }
 """What each column means; limits of intervals are explained by `_sidecar`."""
+_IN_YEARS = {
+    "age", "brain_age", "brain_age_low", "brain_age_high", "brain_age_calibrated", "brain_age_calibrated_sex", "gap",
+    "gap_calibrated", "gap_age_residualised", "fold_sd", "mae", "rmse", "intercept", "bias",
+}  # fmt: skip
 
 
 def describe(folder: Path, *, name: str, source: str | None = None, readme: str = "") -> None:
@@ -86,11 +83,10 @@ def describe(folder: Path, *, name: str, source: str | None = None, readme: str 
     write_text(folder / ".bidsignore", "\n".join(_IGNORED) + "\n")
 
 
-def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """A TSV with its JSON sidecar; missing values are n/a, as BIDS wants."""
-    lines = ["\t".join(columns)]
-    lines += ["\t".join(_cell(row.get(column)) for column in columns) for row in rows]
-    write_text(path, "\n".join(lines) + "\n")
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A TSV with every column that some row has, and its JSON sidecar; missing values are n/a, as BIDS wants."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    write_tsv(path, columns, ([_cell(row.get(column)) for column in columns] for row in rows))
     write_json(path.with_suffix(".json"), _sidecar(columns))
 
 
@@ -103,12 +99,13 @@ def _sidecar(columns: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for column in columns:
         stem, _, end = column.rpartition("_")
+        text = _EXPLAINED.get(column, f"column {column} of the data set's table")
         if column not in _EXPLAINED and stem in _EXPLAINED and end in ("low", "high"):
             side = "lower" if end == "low" else "upper"
             text = f"{side} limit of the 95 % interval of {stem}, over resampled people"
-            found[column] = {**_EXPLAINED[stem], "Description": text}
         else:
-            found[column] = _EXPLAINED.get(column, {"Description": f"column {column} of the data set's table"})
+            stem = column
+        found[column] = {"Description": text} | ({"Units": "year"} if stem in _IN_YEARS else {})
     return found
 
 
@@ -127,7 +124,52 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-def write_text(path: Path, text: str) -> None:
-    """UTF-8, in one step."""
-    with replacing(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Sections under their headings, in order, each a list of statements."""
+
+    title: str
+    sections: dict[str, list[str]]
+
+    def markdown(self) -> str:
+        """As ``model-card.md``."""
+        parts = [f"# {self.title}", f"**{RESEARCH_USE}**"]
+        for heading, statements in self.sections.items():
+            parts += [f"## {heading}", "\n".join(f"- {statement}" for statement in statements)]
+        return "\n\n".join(parts) + "\n"
+
+
+def model_card(model: BrainAgeModel, *, warnings: list[str]) -> Card:
+    """What to know of a model; ``warnings`` are problems of the data it was made from."""
+    facts, raw = model.facts, model.facts["raw"]
+    low, high = model.age_range
+    calibration = "refused: predictions are too flat for it"
+    if model.calibration is not None:
+        line = model.calibration.lines[POOLED]
+        calibration = f"predicted = {line.intercept:.3f} + {line.slope:.4f} · age, on {line.num_scans} scans"
+    coverage = facts["interval_coverage"]
+    intervals = "No intervals." if coverage is None else f"90 % intervals held {coverage:.0%} of held-out ages."
+    spacing, grid = model.preprocessing.spacing_mm, "×".join(map(str, model.preprocessing.shape))
+    sections = {
+        "What it is": [
+            f"Trained on {facts['num_people']} people ({facts['num_scans']} scans) of {facts['data']}, "
+            f"{low:.0f} to {high:.0f} years; split: {facts['split']}, {len(model.networks)} networks.",
+            f"Held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}, slope {raw['slope']:.2f}, "
+            f"corr(gap, age) {raw['gap_age_r']:.2f}.",
+            f"AgeCalibration ({facts['calibration_fit']}): {calibration}.",
+            intervals,
+            f"Input: T1-weighted MRI, {spacing:g} mm, {grid} voxels, as “{model.input}”; a token is a cube of "
+            f"{model.patch_size * spacing:g} mm, which mostly holds several tissues.",
+            f"Brain masks in training came from: {', '.join(model.mask_sources)}. Other masks shift predictions.",
+        ],
+        "Do not": [
+            "diagnose, or decide anything about a person;",
+            f"read predictions of people younger than {low:.0f} or older than {high:.0f}: they are flagged for a "
+            "reason;",
+            "compare gaps between scanners or sites without people of known age from each;",
+            "compare errors of cohorts with different age ranges: a narrow range makes any model look good.",
+        ],
+    }
+    if warnings:
+        sections["Known problems"] = warnings
+    return Card(f"Brain age, {facts['method']}", sections)

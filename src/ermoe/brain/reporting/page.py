@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure as Drawing
 
-from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, svg, table
-from ermoe.brain.calibration import age_residualised_gap
+from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, table
+from ermoe.brain.ages import age_residualised_gap
+from ermoe.brain.data.tables import write_text
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.metrics import LABELS, by_group, decade
+from ermoe.brain.metrics import LABELS, Array, Figure, by_group, decade
 from ermoe.brain.reporting import pictures
-from ermoe.brain.reporting.card import model_card
-from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, write_table, write_text
+from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, model_card, write_table
+from ermoe.brain.reporting.pictures import Album
 from ermoe.brain.reporting.routing_sections import routing_sections
-from ermoe.files import replacing
 from ermoe.train.compute import Compute
-from ermoe.train.run_folder import read_lines
 
 _FLAT = 0.5
 """Slope of predicted against chronological age below which a report begins with it."""
@@ -60,22 +58,10 @@ def report(
     _training(page, evaluation, album)
     routing_sections(page, evaluation, album, occlusion_scans=occlusion_scans, compute=compute)
     _mosaics(page, evaluation)
-    statements = [part for heading in card.sections for part in (_heading(heading), _list(card.sections[heading]))]
+    headed = ((Markup(f"<h3>{escape(heading)}</h3>"), _list(said)) for heading, said in card.sections.items())
+    statements = [part for pair in headed for part in pair]
     page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
     return page.write(folder / "report.html")
-
-
-class Album:
-    """Figures that go on the page as SVG and into the derivative as PNG."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def panel(self, drawing: Drawing, name: str, title: str, caption: str = "") -> Markup:
-        """The figure on the page; its file is ``NAME.png``."""
-        with replacing(self.folder / f"{name}.png") as draft:
-            drawing.savefig(draft, format="png", dpi=150)
-        return figure(svg(drawing, name), title, caption)
 
 
 def _warnings(evaluation: Evaluation) -> list[str]:
@@ -136,12 +122,9 @@ def _accuracy(page: Page, evaluation: Evaluation) -> None:
 
 def _calibration(page: Page, evaluation: Evaluation, album: Album) -> None:
     tested, corrected = evaluation.held_out, evaluation.corrected()
-    rows = []
-    for name, predicted_N in corrected.items():
-        found = evaluation.figures(predicted_N)
-        rows.append([name, *(found[figure_name].text() for figure_name in LABELS)])
-    blocks = [table(["prediction", *LABELS.values()], rows, strong="raw")]
-    sexes = evaluation.group(lambda scan: scan.sex)
+    found = {name: evaluation.figures(predicted_N) for name, predicted_N in corrected.items()}
+    rows = [[name, *(own[label].text() for label in LABELS)] for name, own in found.items()]
+    sexes = [scan.sex for scan in evaluation.scans]
     panels = []
     for sex in dict.fromkeys(sorted(sexes, key=str)):
         own = np.array([other == sex for other in sexes])
@@ -160,19 +143,16 @@ def _calibration(page: Page, evaluation: Evaluation, album: Album) -> None:
         "Predicted against chronological age",
         "The headline is the raw row. Calibrated predictions are (raw − a) / b; a and b come from people of other "
         f"folds or of validation, so no age corrects itself.{coverage}",
-        [*blocks, grid(panels)],
+        [table(["prediction", *LABELS.values()], rows, strong="raw"), grid(panels)],
     )
 
 
 def _groups(page: Page, evaluation: Evaluation) -> None:
     shown = ("mae", "r", "gap_age_r", "slope", "bias")
-    rows = []
-    for title, group_N in _groupings(evaluation).items():
-        for level, (num_scans, num_people, found) in by_group(
-            group_N, evaluation.people, evaluation.held_out.age_N, evaluation.held_out.raw_N
-        ).items():
-            cells = [found[name].text() for name in shown]
-            rows.append([f"{title} {level}", str(num_people), str(num_scans), *cells])
+    rows = [
+        [group, str(num_people), str(num_scans), *(found[name].text() for name in shown)]
+        for group, (num_scans, num_people, found) in _by_group(evaluation, evaluation.held_out.raw_N).items()
+    ]
     if again := evaluation.retest:
         note = f"ICC {again.icc:.3f}, standard deviation within a person {again.within_sd:.2f} years"
         retest = f"Test–retest over {again.num_people} people with {again.num_scans} scans under a year apart: {note}."
@@ -182,26 +162,26 @@ def _groups(page: Page, evaluation: Evaluation) -> None:
     page.section("By sex, site and decade", f"Raw predictions. {retest}", [table(header, rows)])
 
 
-def _groupings(evaluation: Evaluation) -> dict[str, list[Any]]:
-    known = {
-        "sex": evaluation.group(lambda scan: scan.sex),
-        "site": evaluation.group(lambda scan: scan.site),
+def _by_group(evaluation: Evaluation, predicted_N: Array) -> dict[str, tuple[int, int, dict[str, Figure]]]:
+    """Scans, people and figures of every sex, site and decade."""
+    groupings: dict[str, Sequence[str | None]] = {
+        "sex": [scan.sex for scan in evaluation.scans],
+        "site": [scan.site for scan in evaluation.scans],
+        "age": [decade(age) for age in evaluation.held_out.age_N],
     }
     return {
-        **{title: group_N for title, group_N in known.items() if any(group_N)},
-        "age": [decade(age) for age in evaluation.held_out.age_N],
+        f"{title} {level}": found
+        for title, group_N in groupings.items()
+        if any(group_N)
+        for level, found in by_group(group_N, evaluation.people, evaluation.held_out.age_N, predicted_N).items()
     }
 
 
 def _training(page: Page, evaluation: Evaluation, album: Album) -> None:
     outputs = evaluation.outputs
-    panels = []
-    for fold in range(outputs.splits.num_folds)[:1]:
-        ages = {part: outputs.ages_of(outputs.rows(fold, part)).tolist() for part in ("train", "validation", "test")}
-        name = outputs.splits.fold_names[fold]
-        panels.append(
-            album.panel(pictures.age_histogram(ages), "ages", f"Ages, {name}.", "People are split, not scans.")
-        )
+    ages = {part: outputs.ages_of(outputs.rows(0, part)).tolist() for part in ("train", "validation", "test")}
+    title = f"Ages, {outputs.splits.fold_names[0]}."
+    panels = [album.panel(pictures.age_histogram(ages), "ages", title, "People are split, not scans.")]
     for part in ("test", "validation"):
         curves = {name: points for name, points in _curves(evaluation, part) if points}
         if curves:
@@ -219,8 +199,7 @@ def _training(page: Page, evaluation: Evaluation, album: Album) -> None:
 def _curves(evaluation: Evaluation, part: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     epochs = int(evaluation.config["recipe"]["training"]["epochs"])
     for name in evaluation.outputs.splits.fold_names:
-        path = evaluation.folder / "folds" / name / "metrics.jsonl"
-        lines = [line for line in read_lines(path) if line["kind"] == "test"] if path.is_file() else []
+        lines = evaluation.judgements(name)
         last = max((line["step"] for line in lines), default=1)
         points = [(epochs * line["step"] / last, line[f"{part}_mae"]) for line in lines if f"{part}_mae" in line]
         yield name, points
@@ -248,55 +227,45 @@ def _mosaics(page: Page, evaluation: Evaluation) -> None:
 
 def _write_predictions(evaluation: Evaluation, path: Path) -> None:
     tested, folds = evaluation.held_out, evaluation.outputs.splits
-    residual_N = age_residualised_gap(tested.age_N, tested.raw_N)
+    columns_N = {
+        "brain_age": tested.raw_N,
+        "brain_age_low": tested.low_N,
+        "brain_age_high": tested.high_N,
+        "brain_age_calibrated": tested.pooled_N,
+        "brain_age_calibrated_sex": tested.by_sex_N,
+        "gap": tested.raw_N - tested.age_N,
+        "gap_calibrated": tested.pooled_N - tested.age_N,
+        "gap_age_residualised": age_residualised_gap(tested.age_N, tested.raw_N),
+    }
     rows = []
     for n, scan in enumerate(evaluation.scans):
-        judged = [
-            name
-            for name, part in zip(folds.fold_names, folds.parts[scan.participant_id], strict=True)
-            if part == "test"
-        ]
+        parts = zip(folds.fold_names, folds.parts[scan.participant_id], strict=True)
         rows.append(
             {
                 "participant_id": scan.participant_id,
                 "session_id": scan.session_id,
-                "fold": ",".join(judged),
+                "fold": ",".join(name for name, part in parts if part == "test"),
                 "age": scan.age,
                 "sex": scan.sex,
                 "site": scan.site,
                 **scan.columns,
-                "brain_age": float(tested.raw_N[n]),
-                "brain_age_low": float(tested.low_N[n]),
-                "brain_age_high": float(tested.high_N[n]),
-                "brain_age_calibrated": float(tested.pooled_N[n]),
-                "brain_age_calibrated_sex": float(tested.by_sex_N[n]),
-                "gap": float(tested.raw_N[n] - tested.age_N[n]),
-                "gap_calibrated": float(tested.pooled_N[n] - tested.age_N[n]),
-                "gap_age_residualised": float(residual_N[n]),
+                **{name: float(value_N[n]) for name, value_N in columns_N.items()},
                 "mask_source": evaluation.cache.volume(scan).mask_source,
             }
         )
-    write_table(path, list(dict.fromkeys(column for row in rows for column in row)), rows)
+    write_table(path, rows)
 
 
 def _write_metrics(evaluation: Evaluation, path: Path) -> None:
     rows = []
     for kind, predicted_N in evaluation.corrected().items():
-        everybody = [len(evaluation.scans), len(set(evaluation.people)), evaluation.figures(predicted_N)]
-        groups: dict[str, Any] = {"all": everybody}
-        for title, group_N in _groupings(evaluation).items():
-            for level, found in by_group(group_N, evaluation.people, evaluation.held_out.age_N, predicted_N).items():
-                groups[f"{title} {level}"] = found
-        for group, (num_scans, num_people, found) in groups.items():
+        everybody = len(evaluation.scans), len(set(evaluation.people)), evaluation.figures(predicted_N)
+        for group, (num_scans, num_people, found) in {"all": everybody, **_by_group(evaluation, predicted_N)}.items():
             row: dict[str, Any] = {"group": group, "prediction": kind, "num_scans": num_scans, "num_people": num_people}
             for name, value in found.items():
                 row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             rows.append(row)
-    write_table(path, list(rows[0]), rows)
-
-
-def _heading(text: str) -> Markup:
-    return Markup(f"<h3>{escape(text)}</h3>")
+    write_table(path, rows)
 
 
 def _list(lines: list[str]) -> Markup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,16 +12,32 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 
+from ermoe.analysis.page import Markup, figure, svg
 from ermoe.analysis.plots import ACCENT, INK, LINE, MUTED, expert_colours, style
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import TISSUES
+from ermoe.brain.metrics import Array, figures
 from ermoe.brain.regions import NUM_REGIONS, expert_name
+from ermoe.files import replacing
 
-Array = NDArray[np.float64]
 _SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
 _SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
 _PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}
+
+
+class Album:
+    """Figures that go on the page as SVG and into the derivative as PNG."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def panel(self, drawing: Figure, name: str, title: str, caption: str = "") -> Markup:
+        """The figure on the page; its file is ``NAME.png``."""
+        with replacing(self.folder / f"{name}.png") as draft:
+            drawing.savefig(draft, format="png", dpi=150)
+        return figure(svg(drawing, name), title, caption)
 
 
 def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
@@ -28,7 +45,9 @@ def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
     with style():
         drawing = Figure(figsize=(4.1, 3.7), layout="constrained")
         axes = drawing.subplots()
-        low, high = _range(np.concatenate([age_N, predicted_N]))
+        shown = np.concatenate([age_N, predicted_N])
+        margin = 0.04 * float(np.ptp(shown)) + 1
+        low, high = float(shown.min()) - margin, float(shown.max()) + margin
         axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="identity")
         axes.scatter(age_N, predicted_N, s=16, color=_SEX_COLOURS[sex], alpha=0.8, linewidths=0)
         if len(age_N) >= 3 and np.ptp(age_N) > 0:
@@ -54,7 +73,7 @@ def gap_against_age(age_N: Array, predictions: Mapping[str, Array]) -> Figure:
             if np.ptp(age_N) > 0:
                 ends = np.array([age_N.min(), age_N.max()])
                 axes.plot(ends, np.polyval(np.polyfit(age_N, gap_N, 1), ends), color=INK, linewidth=1.4)
-                name = f"{name}: r = {_correlation(age_N, gap_N):.2f}"
+                name = f"{name}: r = {figures(age_N, predicted_N)['gap_age_r']:.2f}"
             axes.set_title(name)
             axes.set_ylabel("gap (years)")
         panels[-1].set_xlabel("chronological age")
@@ -98,16 +117,19 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: 
     return drawing
 
 
-def region_scores(probes: Mapping[str, Array]) -> Figure:
-    """Mean scores of isolated tissues for every expert, one panel an epoch: rows are tissues, columns experts."""
+def tissues_by_experts(panels: Mapping[str, Array], highest: float | None = None) -> Figure:
+    """How tissues go with experts, one panel for each (3, E): rows are tissues, columns experts.
+
+    ``highest`` is the value of the deepest colour, by default the largest that is shown.
+    """
     with style():
-        drawing = Figure(figsize=(4.1, 0.75 + 1.15 * len(probes)), layout="constrained")
-        panels = drawing.subplots(len(probes), 1, squeeze=False)[:, 0]
-        highest = max(0.5, *(float(np.abs(score_RE).max()) for score_RE in probes.values()))
-        for axes, (name, score_RE) in zip(panels, probes.items(), strict=True):
-            _draw_matrix(axes, score_RE, highest)
+        drawing = Figure(figsize=(4.1, 0.75 + 1.15 * len(panels)), layout="constrained")
+        every_axes = drawing.subplots(len(panels), 1, squeeze=False)[:, 0]
+        largest = highest or max(0.5, *(float(np.abs(value_RE).max()) for value_RE in panels.values()))
+        for axes, (name, value_RE) in zip(every_axes, panels.items(), strict=True):
+            _draw_matrix(axes, value_RE, largest)
             axes.set_title(name)
-        panels[-1].set_xlabel("expert")
+        every_axes[-1].set_xlabel("expert")
     return drawing
 
 
@@ -119,22 +141,13 @@ def _draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
         strong = abs(value) > 0.7 * highest
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="#ffffff" if strong else INK)
     for row, best in enumerate(value_RE.argmax(1)):
-        axes.add_patch(_frame(float(best), row))
+        corner = (float(best) - 0.48, row - 0.46)
+        axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor=INK, linewidth=1.3))
     names = [expert_name(expert).replace("_expert", "").replace("free", "f") for expert in range(num_experts)]
     axes.set_xticks(range(num_experts), names)
     axes.set_yticks(range(NUM_REGIONS), list(TISSUES))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def tissue_correlation(value_RE: Array) -> Figure:
-    """Over the cubes of whole scans: how an expert's score goes with the share of a tissue."""
-    with style():
-        drawing = Figure(figsize=(4.1, 1.6), layout="constrained")
-        axes = drawing.subplots()
-        _draw_matrix(axes, value_RE, 1.0)
-        axes.set_xlabel("expert")
-    return drawing
 
 
 def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figure:
@@ -161,19 +174,6 @@ def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figu
     return drawing
 
 
-def _frame(column: float, row: int) -> Rectangle:
-    return Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, fill=False, edgecolor=INK, linewidth=1.3)
-
-
-def _range(values: Array) -> tuple[float, float]:
-    margin = 0.04 * float(np.ptp(values)) + 1
-    return float(values.min()) - margin, float(values.max()) + margin
-
-
-def _correlation(a_N: Array, b_N: Array) -> float:
-    return float(np.corrcoef(a_N, b_N)[0, 1]) if np.ptp(a_N) > 0 and np.ptp(b_N) > 0 else float("nan")
-
-
 _OUTLINE = (0xF2, 0x8E, 0x2B)
 _ZOOM = 2
 
@@ -197,14 +197,7 @@ def mosaic(volume: Volume) -> Image.Image:
 def _panel(grey: NDArray[np.float32], mask: NDArray[np.bool_], height: int) -> NDArray[np.uint8]:
     """A slice with its second axis upwards, in colour, padded to a height."""
     colour = np.repeat((255 * grey).astype(np.uint8)[..., None], 3, axis=2)
-    colour[_outline(mask)] = _OUTLINE
+    colour[mask & ~ndimage.binary_erosion(mask)] = _OUTLINE
     upright = np.flip(colour.swapaxes(0, 1), axis=0)
     missing = height - upright.shape[0]
     return np.pad(upright, ((missing // 2, missing - missing // 2), (0, 0), (0, 0)))
-
-
-def _outline(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Voxels of the mask with a neighbour outside of it."""
-    padded = np.pad(mask, 1)
-    inner = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
-    return mask & ~inner

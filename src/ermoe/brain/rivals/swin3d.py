@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
+from ermoe.files import Json, to_json
 
 
 class Swin3D(nn.Module):
@@ -37,26 +38,13 @@ class Swin3D(nn.Module):
         super().__init__()
         if len(depths) != 4 or len(num_heads) != 4:
             raise UserError(f"depths={tuple(depths)}, num_heads={tuple(num_heads)}: MONAI's Swin has four stages")
-        self.config: dict[str, Any] = {
-            "in_chans": in_chans,
-            "embed_dim": embed_dim,
-            "patch_size": patch_size,
-            "window_size": window_size,
-            "depths": list(depths),
-            "num_heads": list(num_heads),
-            "drop_path_rate": drop_path_rate,
-        }
+        shared = {"in_chans": in_chans, "embed_dim": embed_dim, "drop_path_rate": drop_path_rate}
+        stages = {"depths": tuple(depths), "num_heads": tuple(num_heads)}
+        sizes = {"patch_size": patch_size, "window_size": window_size}
+        self.config: Json = to_json({**shared, **stages, **sizes})
         self.num_classes = num_classes
-        self.swin = _swin()(
-            in_chans=in_chans,
-            embed_dim=embed_dim,
-            window_size=(window_size,) * 3,
-            patch_size=(patch_size,) * 3,
-            depths=tuple(depths),
-            num_heads=tuple(num_heads),
-            drop_path_rate=drop_path_rate,
-            spatial_dims=3,
-        )
+        cubes = {name: (edge,) * 3 for name, edge in sizes.items()}
+        self.swin = _swin()(**shared, **stages, **cubes, spatial_dims=3)
         width = embed_dim * 2 ** len(depths)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)

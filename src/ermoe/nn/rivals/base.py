@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.assignment import balanced_assignment
-from ermoe.nn.routers import Router, stable_top_k
+from ermoe.nn.rivals.router import RivalRouter
+from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start, parameter
@@ -30,7 +31,7 @@ class Base(RouterSettings):
         return BaseRouter(dim, num_experts, **start)
 
 
-class BaseRouter(Router):
+class BaseRouter(RivalRouter):
     """One expert per token, mixed in by α = sigmoid(⟨h, w_e⟩); the expert vectors w learn through α alone.
 
     In training the assignment is the best among those with equal loads, over all tokens of the forward pass, so there
@@ -58,13 +59,7 @@ class BaseRouter(Router):
             with torch.no_grad():
                 self.centroid_ED.copy_(nn.init.orthogonal_(start_ED, gain=0.1, generator=generator))
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         with full_precision(x_GSD):
             score_TE = widen(x_GSD).flatten(0, 1) @ widen(self.centroid_ED).mT
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
-from ermoe.nn.gate import Gate
-from ermoe.nn.rivals.losses import RouterWithLoss
-from ermoe.nn.routers import check_top_k, stable_top_k
+from ermoe.nn.rivals.router import GatedRouter
+from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -30,7 +28,7 @@ class ClipMoE(RouterSettings):
         return ClipMoERouter(dim, num_experts, self, **start)
 
 
-class ClipMoERouter(RouterWithLoss):
+class ClipMoERouter(GatedRouter):
     """The K largest of softmax(x W), renormalised, in at least float32.
 
     The balancing loss is E Σ_e f_e m_e, with f_e the choices of expert e per token and m_e its mean gate: K where
@@ -40,26 +38,13 @@ class ClipMoERouter(RouterWithLoss):
     top_k: int
 
     def __init__(self, dim: int, num_experts: int, settings: ClipMoE, **start: Unpack[Start]) -> None:
-        super().__init__()
-        check_top_k(settings.top_k, num_experts)
-        self.gate = Gate(dim, num_experts, **start)
-        self.num_experts = num_experts
-        self.top_k = settings.top_k
+        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
         self.settings = settings
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.gate.reset_parameters(generator)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, balance_weight={self.settings.balance_weight}"
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         gate_TE = self.gate(x_GSD).flatten(0, 1).softmax(-1)
         expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
         weight_TK = gate_TE.gather(1, expert_TK)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ermoe.nn.precision import full_precision, widen
-from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss
+from ermoe.nn.rivals.losses import gshard_loss
+from ermoe.nn.rivals.router import RivalRouter
 from ermoe.nn.routers import check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
@@ -47,7 +48,7 @@ class Cosine(RouterSettings):
         return CosineRouter(dim, num_experts, self, **start)
 
 
-class CosineRouter(RouterWithLoss):
+class CosineRouter(RivalRouter):
     """Gates are softmax(s · cos(x A + a, m_e)) with a learned scale s ≤ 100; the K largest share a weight of 1.
 
     >>> CosineRouter(16, 4, Cosine())(torch.randn(2, 9, 16)).weight_TK.sum(-1).allclose(torch.ones(18))
@@ -81,13 +82,7 @@ class CosineRouter(RouterWithLoss):
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, gshard_weight={self.settings.gshard_weight}"
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         gate_TE = self.gates(x_GSD.flatten(0, 1))
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
         routing = self.choose(gate_TE, mask_T)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.capacity import places, places_per_group
-from ermoe.nn.gate import Gate
-from ermoe.nn.routers import Router
+from ermoe.nn.rivals.router import GatedRouter
 from ermoe.nn.routing import Routing, count_pairs
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -46,7 +45,7 @@ class ExpertChoice(RouterSettings):
         return ExpertChoiceRouter(dim, num_experts, self, **start)
 
 
-class ExpertChoiceRouter(Router):
+class ExpertChoiceRouter(GatedRouter):
     """Each expert takes the C tokens of an image with its largest gates; gates are softmax(x W + ε) over experts.
 
     The load is equal by construction and needs no loss, but a token may meet no expert at all, or every one. The
@@ -58,18 +57,13 @@ class ExpertChoiceRouter(Router):
     """
 
     def __init__(self, dim: int, num_experts: int, settings: ExpertChoice, **start: Unpack[Start]) -> None:
-        super().__init__()
-        self.gate = Gate(dim, num_experts, **start)
-        self.num_experts = num_experts
+        super().__init__(dim, num_experts, top_k=None, **start)
         self.settings = settings
 
     @property
     def capacity_factor(self) -> float:
         """Experts that a token meets on average, f."""
         return self.settings.top_k if self.settings.capacity_factor is None else self.settings.capacity_factor
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.gate.reset_parameters(generator)
 
     @property
     def experts_per_token(self) -> float:
@@ -79,13 +73,7 @@ class ExpertChoiceRouter(Router):
     def extra_repr(self) -> str:
         return f"capacity_factor={self.capacity_factor}, capacity_multiple={self.settings.capacity_multiple}"
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         logit_GSE = self.gate(x_GSD)
         if self.training and self.settings.noise_std > 0:
             logit_GSE = logit_GSE + self.settings.noise_std / self.num_experts * torch.randn_like(logit_GSE)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.balance import Balance, Seen
-from ermoe.nn.gate import Gate
-from ermoe.nn.routers import Router, check_top_k, stable_top_k
+from ermoe.nn.rivals.router import GatedRouter
+from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -60,7 +60,7 @@ class LossFree(RouterSettings):
         return LossFreeRouter(dim, num_experts, self, **start)
 
 
-class LossFreeRouter(Router):
+class LossFreeRouter(GatedRouter):
     """Chooses the K largest of score + bias and weighs by the scores alone.
 
     Call `ermoe.update_balance` after each optimiser step; forward passes only count.
@@ -72,28 +72,18 @@ class LossFreeRouter(Router):
     top_k: int
 
     def __init__(self, dim: int, num_experts: int, settings: LossFree, **start: Unpack[Start]) -> None:
-        super().__init__()
-        check_top_k(settings.top_k, num_experts)
-        self.gate = Gate(dim, num_experts, **start)
+        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
         self.balance = _SignBalance(num_experts, rate=settings.rate, device=start.get("device"))
-        self.num_experts = num_experts
-        self.top_k = settings.top_k
         self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.gate.reset_parameters(generator)
+        super().reset_parameters(generator)
         self.balance.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, score={self.settings.score!r}, normalise={self.settings.normalise}"
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         score_TE = _SCORES[self.settings.score](self.gate(x_GSD.flatten(0, 1)))
         return self.choose(score_TE, None if mask_GS is None else mask_GS.reshape(-1))
 

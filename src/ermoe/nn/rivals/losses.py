@@ -8,17 +8,11 @@ Letters: G groups of S tokens, E experts, A pairs of token and expert.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.routers import Router, stable_top_k
-from ermoe.nn.routing import Routing
-
-_MOST_FORWARDS = 8  # of one step: views of an image, uses of a layer
+from ermoe.nn.rivals.router import RivalRouter
+from ermoe.nn.routers import stable_top_k
 
 
 def importance_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
@@ -76,42 +70,6 @@ def _num_real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
     return mask_GS.sum(1).to(value_GSE.dtype)
 
 
-class RouterWithLoss(Router):
-    """A router whose training forwards leave an auxiliary loss for `auxiliary_loss` to pull.
-
-    A loss that nobody pulls is forgotten when gradients pass through its forward pass, for its graph is gone then. Of
-    forward passes that are neither pulled nor used, the last few are kept.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._losses: list[Tensor] = []
-
-    def observe(self, routing: Routing) -> None:
-        """Takes the loss of a forward pass, unless that is a repetition of one already taken."""
-        loss = routing.auxiliary_loss
-        if loss is None or is_recomputing():
-            return
-        if torch.compiler.is_compiling():  # a traced graph takes no hooks, so nobody would say that a loss is spent
-            self._losses = [loss]
-            return
-        self._losses = [*self._losses[1 - _MOST_FORWARDS :], loss]
-        if routing.weight_A.requires_grad:
-            routing.weight_A.register_hook(partial(self._forget, loss))
-
-    def _forget(self, loss: Tensor, grad_A: Tensor) -> None:
-        self._losses = [other for other in self._losses if other is not loss]
-
-    def pull(self) -> Tensor | None:
-        """The mean over the forward passes since the last pull, or None if there was none; forgets them."""
-        losses, self._losses = self._losses, []
-        return torch.stack(losses).mean() if losses else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of a model has not run forward: tensors with a history can be neither copied nor saved."""
-        return {**self.__dict__, "_losses": []}
-
-
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Σ over layers of the weighted auxiliary losses of the last forward pass, a differentiable scalar; 0 without any.
 
@@ -124,6 +82,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     >>> bool(auxiliary_loss(layer) > 0), float(auxiliary_loss(layer))
     (True, 0.0)
     """
-    pulled = [module.pull() for module in model.modules() if isinstance(module, RouterWithLoss)]
+    pulled = [module.pull() for module in model.modules() if isinstance(module, RivalRouter)]
     losses = [loss for loss in pulled if loss is not None]
     return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.capacity import places, places_per_group, within_capacity
-from ermoe.nn.gate import Gate
-from ermoe.nn.rivals.losses import RouterWithLoss, gshard_loss, importance_loss, load_loss, mean_over_groups
-from ermoe.nn.routers import check_top_k, stable_top_k
+from ermoe.nn.rivals.losses import gshard_loss, importance_loss, load_loss, mean_over_groups
+from ermoe.nn.rivals.router import GatedRouter
+from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -73,7 +73,7 @@ class VMoE(RouterSettings):
         return VMoERouter(dim, num_experts, self, **start)
 
 
-class VMoERouter(RouterWithLoss):
+class VMoERouter(GatedRouter):
     """Each token takes the K largest of softmax(x W + ε), weighted by those gates as they are, not renormalised.
 
     Noise, losses and the order of assignment are the reference's: ε is Gaussian with σ = ``noise_std`` / E, in training
@@ -89,15 +89,8 @@ class VMoERouter(RouterWithLoss):
     top_k: int
 
     def __init__(self, dim: int, num_experts: int, settings: VMoE, **start: Unpack[Start]) -> None:
-        super().__init__()
-        check_top_k(settings.top_k, num_experts)
-        self.gate = Gate(dim, num_experts, **start)
-        self.num_experts = num_experts
-        self.top_k = settings.top_k
+        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
         self.settings = settings
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.gate.reset_parameters(generator)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, capacity_factor={self.capacity_factor}, group_size={self.settings.group_size}"
@@ -112,13 +105,7 @@ class VMoERouter(RouterWithLoss):
         """At inference, images of a group compete for the same places."""
         return self.settings.group_size > 1 and self.settings.capacity_factors[1] is not None
 
-    def forward(
-        self,
-        x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
-        mask_GS: Tensor | None = None,
-        basis_EDR: Tensor | None = None,
-    ) -> Routing:
+    def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         num_images, tokens_per_image = x_GSD.shape[:2]
         is_grouped = self.training or self.shares_places  # if not, nothing depends on the group
         images = _images_per_group(num_images, self.settings.group_size) if is_grouped else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch
 
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import naming_what_cannot_be_read, read_bytes, read_text
-from ermoe.retrieval.captions import coco, tables, webdataset
-from ermoe.retrieval.captions.ids import bytes_id, id_hash, named_id
+from ermoe.files import StrPath, naming_what_cannot_be_read, read_bytes, read_text
+from ermoe.retrieval.captions import webdataset
+from ermoe.retrieval.captions.files import read_annotations
 from ermoe.retrieval.captions.protocols import Protocol, protocol_of
-from ermoe.retrieval.captions.schema import Annotation, CaptionSet
+from ermoe.retrieval.captions.schema import Annotation, CaptionSet, bytes_id, id_hash, named_id
 
 _BELOW = ("", "annotations", "Flickr8k_text", "karpathy")
 _IMAGES = (
@@ -23,18 +22,11 @@ _IMAGES = (
 )  # fmt: skip
 _FORMATS = {".json", ".token", ".csv", ".tsv"}
 _OWN_NAMES = {"train": ("train", "restval"), "dev": ("val", "dev", "valid", "validation"), "test": ("test",)}
-_LISTS = {
-    split: (f"Flickr_8k.{stem}Images.txt", f"{split}_images.txt", f"{split}.lst")
-    for split, stem in (("train", "train"), ("dev", "dev"), ("test", "test"))
-}
+_LISTS = {split: (f"Flickr_8k.{split}Images.txt", f"{split}_images.txt", f"{split}.lst") for split in _OWN_NAMES}
 
 
 def open_captions(
-    place: str | os.PathLike[str],
-    protocol: str = "custom",
-    split: str = "test",
-    *,
-    images: str | os.PathLike[str] | None = None,
+    place: StrPath, protocol: str = "custom", split: str = "test", *, images: StrPath | None = None
 ) -> CaptionSet:
     """One split of a protocol from the files at ``place``.
 
@@ -47,45 +39,23 @@ def open_captions(
         return _at(Path(place).expanduser(), protocol_of(protocol, split), split, images)
 
 
-def _at(place: Path, chosen: Protocol, split: str, images: str | os.PathLike[str] | None) -> CaptionSet:
-    pictures: Images
+def _at(place: Path, protocol: Protocol, split: str, images: StrPath | None) -> CaptionSet:
     if not place.exists():
         raise UserError(f"{place} does not exist: name the folder of a data set, or a caption file")
+    pictures: Images | None = None
     if shards := webdataset.find(place, split):
+        source, unused = f"{len(shards)} shards in {place}", 0
         annotations, ids, pictures = webdataset.read(shards, split)
-        return _caption_set(annotations, ids, pictures, chosen, split, f"{len(shards)} shards in {place}", 0)
-    path = _caption_file(place, chosen, split)
-    listed = read_annotations(path)
-    annotations = _of_split(listed, path, chosen, split)
-    num_texts = sum(len(own.captions[: chosen.first_captions]) for own in annotations)
-    chosen.check(split, len(annotations), num_texts, str(path))
-    root = _image_folder(annotations, path, place if place.is_dir() else path.parent, images)
-    files = [own.file for own in annotations]
-    pictures = ImagesInFiles(
-        root, files, summary=str(path), split=split, classes=[*files, ""], label_N=torch.arange(len(files))
-    )
-    unused = _unused(listed, path, chosen)
-    return _caption_set(annotations, _ids(root, files), pictures, chosen, split, str(path), unused)
-
-
-def read_annotations(path: Path) -> list[Annotation]:
-    """What a caption file says, whatever its format."""
-    name = path.name.removesuffix(".gz")
-    return coco.read(path) if name.endswith(".json") else tables.read(path)
-
-
-def _caption_set(
-    annotations: list[Annotation],
-    ids: list[str],
-    images: Images,
-    protocol: Protocol,
-    split: str,
-    source: str,
-    unused: int,
-) -> CaptionSet:
+    else:
+        path = _caption_file(place, protocol, split)
+        listed = read_annotations(path)
+        source, unused = str(path), _unused(listed, path, protocol)
+        annotations = _of_split(listed, path, protocol, split)
     captions = [own.captions[: protocol.first_captions] for own in annotations]
     num_texts = sum(map(len, captions))
-    protocol.check(split, len(ids), num_texts, source)
+    protocol.check(split, len(captions), num_texts, source)
+    if pictures is None:
+        ids, pictures = _image_files(annotations, path, place if place.is_dir() else path.parent, images, split)
     repeated = len(ids) - len(set(ids))
     if repeated and protocol.sizes:
         raise UserError(
@@ -94,7 +64,7 @@ def _caption_set(
     summary = f"{protocol.name}, {split}: {len(ids):,} images, {num_texts:,} captions from {source}"
     summary += f"; {unused} images of the file are in no split" if unused else ""
     summary += f"; {repeated} images are there twice" if repeated else ""
-    return CaptionSet(ids, captions, images, protocol=protocol.name, split=split, summary=summary)
+    return CaptionSet(ids, captions, pictures, protocol=protocol.name, split=split, summary=summary)
 
 
 def _caption_file(place: Path, protocol: Protocol, split: str) -> Path:
@@ -191,7 +161,18 @@ def _unused(listed: list[Annotation], path: Path, protocol: Protocol) -> int:
     return len({own.file for own in listed} - named) if named else 0
 
 
-def _image_folder(annotations: list[Annotation], path: Path, place: Path, given: str | os.PathLike[str] | None) -> Path:
+def _image_files(
+    annotations: list[Annotation], path: Path, place: Path, given: StrPath | None, split: str
+) -> tuple[list[str], Images]:
+    """The ids of the images, and the images, which all have to be there."""
+    root = _image_folder(annotations, path, place, given)
+    files = [own.file for own in annotations]
+    label_N = torch.arange(len(files))
+    images = ImagesInFiles(root, files, summary=str(path), split=split, classes=[*files, ""], label_N=label_N)
+    return [named_id(file) or bytes_id(read_bytes(root / file)) for file in files], images
+
+
+def _image_folder(annotations: list[Annotation], path: Path, place: Path, given: StrPath | None) -> Path:
     """The folder below which all images are; one that lacks some is an error that says how many."""
     bases = [place, place.parent] if place.name == "annotations" else [place]
     roots = [Path(given)] if given is not None else [base / name for base in bases for name in _IMAGES]
@@ -210,7 +191,3 @@ def _image_folder(annotations: list[Annotation], path: Path, place: Path, given:
             f"{missing[0]}: add them; figures of what is left would be another protocol's"
         )
     return root
-
-
-def _ids(root: Path, files: Sequence[str]) -> list[str]:
-    return [named_id(file) or bytes_id(read_bytes(root / file)) for file in files]

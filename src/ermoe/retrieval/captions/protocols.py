@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 
 from ermoe.errors import UserError
 
-SPLITS = ("train", "dev", "test", "all")
-_KARPATHY_SPLITS = ("train", "dev", "test")
-
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
@@ -53,11 +50,8 @@ class Protocol:
             )
 
 
-def _in_all_splits(*names: str) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(_KARPATHY_SPLITS, names)
-
-
-def _one_a_split(*patterns: str) -> dict[str, tuple[str, ...]]:
+def _in_splits(*patterns: str) -> dict[str, tuple[str, ...]]:
+    """Files of train, dev and test; where a name has {}, every split has a file of its own."""
     written = {"train": "train", "dev": "val", "test": "test"}
     return {split: tuple(pattern.format(name) for pattern in patterns) for split, name in written.items()}
 
@@ -69,10 +63,7 @@ PROTOCOLS: dict[str, Protocol] = {
             "coco-karpathy-5k",
             "Karpathy's test split of COCO: 5,000 images of val2014, all captions (a few images have six)",
             {"train": (113_287, 566_747), "dev": (5_000, 25_010), "test": (5_000, 25_010)},
-            {
-                split: ("dataset_coco.json", *names)
-                for split, names in _one_a_split("coco_karpathy_{}.json", "coco_{}_karpathy.json").items()
-            },
+            _in_splits("dataset_coco.json", "coco_karpathy_{}.json", "coco_{}_karpathy.json"),
         ),
         Protocol(
             "coco-val2017-5k",
@@ -87,10 +78,12 @@ PROTOCOLS: dict[str, Protocol] = {
             "flickr30k-karpathy-1k",
             "Karpathy's test split of Flickr30k: 1,000 images, five captions each",
             {"train": (29_000, 145_000), "dev": (1_014, 5_070), "test": (1_000, 5_000)},
-            {
-                split: ("dataset_flickr30k.json", "flickr_annotations_30k.csv", *names)
-                for split, names in _one_a_split("flickr30k_{}_karpathy.txt", "flickr30k_{}.json").items()
-            },
+            _in_splits(
+                "dataset_flickr30k.json",
+                "flickr_annotations_30k.csv",
+                "flickr30k_{}_karpathy.txt",
+                "flickr30k_{}.json",
+            ),
         ),
         Protocol(
             "flickr30k-full-31k",
@@ -103,13 +96,13 @@ PROTOCOLS: dict[str, Protocol] = {
             "flickr8k-1k",
             "Flickr8k's own split: 6,000 / 1,000 / 1,000 images, five captions each; 91 images are in no split",
             {"train": (6_000, 30_000), "dev": (1_000, 5_000), "test": (1_000, 5_000)},
-            _in_all_splits("Flickr8k.token.txt", "dataset_flickr8k.json", "captions.txt"),
+            _in_splits("Flickr8k.token.txt", "dataset_flickr8k.json", "captions.txt"),
         ),
         Protocol(
             "custom",
             "whatever was given, by its own size",
             {},
-            dict.fromkeys(SPLITS, ("*",)),
+            dict.fromkeys(("train", "dev", "test", "all"), ("*",)),
             hashed_splits={"train": (0.0, 0.8), "dev": (0.8, 0.9), "test": (0.9, 1.0)},
         ),
     )

@@ -1,7 +1,9 @@
 """The one form in which captioned images reach the rest: images in a fixed order, and a flat list of texts.
 
 Which text belongs to which image is always said by ``text_to_image_T``, never by position: images may have one caption
-or six.
+or six. An image has one name in all data sets at once, so that training images are recognised in any test pool: COCO
+numbers its images once for 2014 and 2017; Flickr8k and Flickr30k name theirs by the photograph's number at Flickr, and
+the smaller set is part of the larger. Any other image is known by its bytes.
 
 Letters: I images, T texts.
 """
@@ -9,8 +11,10 @@ Letters: I images, T texts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,11 @@ from ermoe.data.order import Indices, hashed
 from ermoe.errors import UserError
 
 _CAPTIONS = 101  # a stream of numbers of its own, beside those of augmentation
+_NAMES = (
+    (re.compile(r"^COCO_(?:train|val|test)2014_0*(\d+)$"), "coco"),
+    (re.compile(r"^(?=\d{12}$)0+(\d+)$"), "coco"),
+    (re.compile(r"^([1-9]\d{5,10})(?:_[0-9a-f]{8,12}(?:_[a-z])?)?$"), "flickr"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +40,6 @@ class Annotation:
     file: str
     captions: tuple[str, ...]
     split: str = ""
-
-
-def one_split(splits: dict[str, str], file: str, split: str, where: str) -> None:
-    """Notes the split of an image, which may not be in two."""
-    if splits.setdefault(file, split) != split:
-        raise UserError(f"{where}: image {file} is in the splits {splits[file]!r} and {split!r}; decide for one")
 
 
 def is_broken(text: str) -> bool:
@@ -59,7 +62,7 @@ class CaptionSet:
     """One split of a protocol.
 
     ``summary`` is a sentence about what was read; ``fingerprint`` tells pools apart; ``ids`` name the images across
-    data sets and releases (see `ermoe.retrieval.captions.ids`). Texts are listed image by image.
+    data sets and releases (see `named_id`). Texts are listed image by image.
 
     >>> from ermoe.data.images import ImagesInMemory
     >>> pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
@@ -108,3 +111,37 @@ class CaptionSet:
         """
         draw_B = hashed(seed, epoch, image_B, _CAPTIONS) % self.num_texts_I[image_B].astype(np.uint64)
         return self.first_text_I[image_B] + draw_B.astype(np.int64)
+
+
+def named_id(file: str) -> str | None:
+    """The id that a file's name gives away, or None.
+
+    >>> named_id("val2014/COCO_val2014_000000391895.jpg"), named_id("val2017/000000391895.jpg")
+    ('coco:391895', 'coco:391895')
+    >>> named_id("1000268201_693b08cb0e.jpg"), named_id("1000268201.jpg"), named_id("cat.jpg")
+    ('flickr:1000268201', 'flickr:1000268201', None)
+    """
+    stem = PurePosixPath(file).stem
+    for pattern, source in _NAMES:
+        if match := pattern.match(stem):
+            return f"{source}:{match[1]}"
+    return None
+
+
+def bytes_id(data: bytes) -> str:
+    """The id of an image without a telling name: a digest of its file."""
+    return f"bytes:{hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
+
+def id_hash(name: str) -> int:
+    """63 well-mixed bits of an id.
+
+    >>> id_hash("coco:1") == id_hash("coco:1") != id_hash("coco:2")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def id_hashes(ids: Iterable[str]) -> Tensor:
+    """Hashes of ids, sorted and without repetition, (N,) int64: what a checkpoint stores of its training images."""
+    return torch.tensor(sorted({id_hash(name) for name in ids}), dtype=torch.int64)

@@ -11,23 +11,22 @@ import torch
 from ermoe.data import shards as tar_shards
 from ermoe.data.shards import ImagesInShards, Pair, pairs, read_part
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.ids import bytes_id, named_id
-from ermoe.retrieval.captions.schema import Annotation, checked_caption
+from ermoe.retrieval.captions.schema import Annotation, bytes_id, checked_caption, named_id
 
-SPLITS = {"train": ("train",), "dev": ("dev", "val", "validation"), "test": ("test",)}
+_SPLITS = {"train": ("train",), "dev": ("dev", "val", "validation"), "test": ("test",)}
 
 
 def find(place: Path, split: str) -> list[Path]:
     """The shards of a split, as `ermoe.data.shards.find` knows them by their names; "all" takes those of all splits."""
     if place.is_file():
         return [place] if place.suffix == ".tar" else []
-    shards = tar_shards.find(place, SPLITS)
+    shards = tar_shards.find(place, _SPLITS)
     if split == "all":
         return sorted(file for files in shards.values() for file in files)
     if shards and split not in shards:
         raise UserError(
             f"{place} has shards, but none for {split}: their names or folders must have the word "
-            f"{' or '.join(SPLITS[split])}"
+            f"{' or '.join(_SPLITS[split])}"
         )
     return shards.get(split, [])
 

@@ -14,8 +14,8 @@ from ermoe.models.backbones import children_at
 from ermoe.models.families.timm_vit import TimmViT
 from ermoe.models.io import is_registered
 from ermoe.retrieval.clip.model import CLIP
+from ermoe.retrieval.presets import TextShape
 from ermoe.retrieval.rivals.clip_moe import mix_text_experts
-from ermoe.retrieval.text_shape import TextShape
 
 
 class ClipFamily(TimmViT):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.ids import id_hashes
+from ermoe.retrieval.captions.schema import id_hashes
 from ermoe.retrieval.clip.towers import ImageTower, TextTower
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.presets import TextShape
 
-START_SCALE = math.log(1 / 0.07)
-LARGEST_SCALE = math.log(100)
+_START_SCALE = math.log(1 / 0.07)
+_LARGEST_SCALE = math.log(100)
 UNKNOWN_PRETRAINING = "unknown pretraining"
 """Stands among the ids of training images for those of weights from elsewhere."""
 
@@ -57,7 +57,7 @@ class CLIP(CustomTextCLIP):
         self.visual = ImageTower(trunk, embed_dim)
         self.text = TextTower(text, embed_dim)
         self.context_length, self.vocab_size = text.context_length, text.vocab_size
-        self.logit_scale = nn.Parameter(torch.full([1], START_SCALE))  # FSDP has no parameters without axes
+        self.logit_scale = nn.Parameter(torch.full([1], _START_SCALE))  # FSDP has no parameters without axes
         self.logit_bias = None
         self.register_buffer("trained_on", torch.zeros(num_training_images, dtype=torch.int64))
         self.trained_on: Tensor
@@ -110,7 +110,7 @@ class CLIP(CustomTextCLIP):
     @torch.no_grad()
     def limit_scale(self) -> None:
         """Keeps the scale between 1 and 100, as CLIP does after every step."""
-        self.logit_scale.clamp_(0, LARGEST_SCALE)
+        self.logit_scale.clamp_(0, _LARGEST_SCALE)
 
     def remember(self, ids: Iterable[str]) -> None:
         """Adds images to those it was trained on."""

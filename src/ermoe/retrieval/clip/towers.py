@@ -1,23 +1,32 @@
-"""The two towers of a CLIP, with open_clip's parameter names, so that weights go both ways.
+"""The two towers of a CLIP, with open_clip's parameter names, so that weights go both ways; and texts as numbers.
 
-Letters: B images or texts, L tokens of a text.
+The byte-pair vocabulary is the one that open_clip brings along.
+
+Letters: B images or texts, T texts, L tokens of a text.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
+from open_clip import SimpleTokenizer
 from open_clip.timm_model import TimmModel
 from open_clip.transformer import QuickGELU, TextTransformer
 from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.presets import TextShape
+
+END = 49407
+_PORTION = 4096
 
 
 class TextTower(TextTransformer):
@@ -74,8 +83,39 @@ class ImageTower(TimmModel):
 def trim(text_BL: Tensor) -> Tensor:
     """Texts without the padding that all of them share: a causal tower does not see what follows a text's end.
 
-    >>> import torch
     >>> trim(torch.tensor([[5, 9, 0, 0], [5, 7, 9, 0]])).shape
     torch.Size([2, 3])
     """
     return text_BL[:, : max(1, int((text_BL != 0).any(0).sum()))]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Ids (T, L) between a start and an end token, padded with zeros, and how many texts were too long."""
+
+    id_TL: Tensor
+    num_cut: int
+
+
+@cache
+def _tokenizer() -> SimpleTokenizer:
+    return SimpleTokenizer()
+
+
+def tokenise(texts: Sequence[str], context_length: int) -> Tokens:
+    """The tokens of texts. One that is too long loses its last tokens, never its end token.
+
+    >>> tokens = tokenise(["a dog", "a dog runs after a red ball"], 5)
+    >>> tokens.id_TL.tolist(), tokens.num_cut
+    ([[49406, 320, 1929, 49407, 0], [49406, 320, 1929, 5586, 49407]], 1)
+    """
+    parts = [torch.empty(0, context_length, dtype=torch.int32)]
+    num_cut = 0
+    for start in range(0, len(texts), _PORTION):
+        # One place more than there is shows which texts do not fit.
+        id_TL = _tokenizer()(list(texts[start : start + _PORTION]), context_length + 1)
+        cut_T = id_TL[:, -1] != 0
+        id_TL[cut_T, -2] = END
+        num_cut += int(cut_T.sum())
+        parts.append(id_TL[:, :-1].to(torch.int32))
+    return Tokens(torch.cat(parts), num_cut)

@@ -6,7 +6,6 @@ Everything a part of the model needs must be in the file, or nothing is loaded.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zipfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
+from ermoe.files import StrPath
 from ermoe.models.backbones import SparseBlock
 from ermoe.models.io import Fit, load_state, read_checkpoint
 from ermoe.models.weights.foreign import Translation, fit_sizes, translate
@@ -63,7 +63,7 @@ _HUGGING_FACE: Translation = (
 )
 
 
-def load_clip_weights(model: CLIP, path: str | os.PathLike[str], *, parts: tuple[str, ...] = PARTS) -> Fit:
+def load_clip_weights(model: CLIP, path: StrPath, *, parts: tuple[str, ...] = PARTS) -> Fit:
     """Loads both towers, or the ``parts`` named: with the text tower comes the scale.
 
     The file is open_clip's (LAION, DataComp, OpenAI in its form), OpenAI's state dict, or Hugging Face's CLIPModel. A

@@ -22,7 +22,7 @@ from ermoe.models.backbones import FFN, Linear
 from ermoe.models.eigen_init import fill_from_dense
 from ermoe.models.upcycle import Sparsity, upcycle
 
-ROUTER = "clip-moe"
+_ROUTER = "clip-moe"
 
 
 def clip_moe(
@@ -40,7 +40,7 @@ def clip_moe(
     """
     if stages and len(stages) != num_experts:
         raise UserError(f"{len(stages)} stages cannot be {num_experts} experts: give one model for each expert")
-    model = upcycle(base, num_experts=num_experts, top_k=top_k, blocks="all", router=ROUTER, generator=generator)
+    model = upcycle(base, num_experts=num_experts, top_k=top_k, blocks="all", router=_ROUTER, generator=generator)
     mix_text_experts(model, num_experts=num_experts, top_k=top_k, generator=generator)
     for expert, stage in enumerate(stages):
         _write_expert(model, expert, stage)
@@ -52,7 +52,7 @@ def mix_text_experts(
     *,
     num_experts: int = 4,
     top_k: int = 2,
-    router: str = ROUTER,
+    router: str = _ROUTER,
     init: str = "dense",
     generator: torch.Generator | None = None,
 ) -> None:

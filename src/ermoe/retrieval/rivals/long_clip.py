@@ -38,26 +38,21 @@ def stretched(position_LD: Tensor, length: int = _LENGTH, kept: int = _KEPT) -> 
     return torch.cat([position_LD[:kept], between.flatten(0, 1)])
 
 
-def stretch_positions(model: Any, length: int = _LENGTH, kept: int = _KEPT) -> Any:
-    """Gives a CLIP's text tower ``length`` positions, in place; the first ``kept`` of them no longer learn."""
+def stretch_positions(model: Any) -> Any:
+    """Gives a CLIP's text tower 248 positions, in place; the first 20 of them no longer learn."""
     text = model.text
-    position_LD = nn.Parameter(stretched(text.positional_embedding.detach(), length, kept))
-    text.positional_embedding = position_LD
-    text.shape = replace(text.shape, context_length=length)
-    text.num_pos = text.context_length = model.context_length = length
-    _keep_first(model, kept)
+    text.positional_embedding = nn.Parameter(stretched(text.positional_embedding.detach()))
+    text.shape = replace(text.shape, context_length=_LENGTH)
+    text.num_pos = text.context_length = model.context_length = _LENGTH
+    text.positional_embedding.register_hook(_without_first)
     return model
 
 
-def _keep_first(model: Any, kept: int = _KEPT) -> None:
-    """Stops the gradient of the first positions. They do not decay either: position embeddings never do."""
-
-    def without_first(grad_LD: Tensor) -> Tensor:
-        grad_LD = grad_LD.clone()
-        grad_LD[:kept] = 0
-        return grad_LD
-
-    model.text.positional_embedding.register_hook(without_first)
+def _without_first(grad_LD: Tensor) -> Tensor:
+    """No gradient for the first positions. They do not decay either: position embeddings never do."""
+    grad_LD = grad_LD.clone()
+    grad_LD[:_KEPT] = 0
+    return grad_LD
 
 
 def primary_components(feature_BD: Tensor, num: int = _COMPONENTS) -> Tensor:

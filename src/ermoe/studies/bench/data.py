@@ -13,7 +13,7 @@ from ermoe.data.augment import Transform
 from ermoe.data.images import Images, ImagesInMemory, open_images
 from ermoe.data.order import Order
 from ermoe.images.presets import recipe
-from ermoe.studies.bench.clock import compare, take_turns
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.bench.result import Bar, Result
 from ermoe.train.loader import Loader
@@ -27,8 +27,9 @@ _AUGMENTATIONS = {
 }
 
 
-def generated(num_images: int = 5_000) -> ImagesInMemory:
+def _generated() -> ImagesInMemory:
     """Random images of CIFAR's shape."""
+    num_images = 5_000
     generator = torch.Generator().manual_seed(0)
     return ImagesInMemory(
         torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator),
@@ -54,7 +55,7 @@ def step(batches: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], object]:
 def run(data: Path | None, *, rounds: int, threads: int) -> Result:
     """Steps on batches from the loader beside steps on batches that are ready in memory."""
     torch.set_num_threads(threads)
-    images: Images = generated() if data is None else open_images(data, "train")
+    images: Images = _generated() if data is None else open_images(data, "train")
     settings = {"data": images.summary, "batch": _BATCH, "rounds": rounds, "threads": threads}
     result = Result("data", settings, reference=_PRELOADED)
     order = Order(len(images), _BATCH, seed=0)

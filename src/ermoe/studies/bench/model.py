@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ermoe.images.presets import recipe
 from ermoe.nn import orthogonality_loss, update_balance
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.studies.bench.clock import compare, take_turns
-from ermoe.studies.bench.memory import peak_megabytes
+from ermoe.studies.bench.measure import compare, inferring, peak_megabytes, take_turns
 from ermoe.studies.bench.result import Bar, Result
 
 _PAPER, _VMOE, _DENSE = "ermoe paper-b16", "V-MoE", "dense ViT-B/16"
@@ -29,7 +28,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def vit_b16(name: str) -> nn.Module:
+def _vit_b16(name: str) -> nn.Module:
     """ViT-B/16 with random weights, sparse in every second block unless ``name`` is the dense one."""
     preset, changes = _MODELS[name]
     chosen = recipe(preset)
@@ -37,20 +36,10 @@ def vit_b16(name: str) -> nn.Module:
     return replace(chosen, sparsity=sparsity, init="random").build(num_classes=1000).eval()
 
 
-def inference_of(model: nn.Module, images: Tensor) -> Callable[[], object]:
-    """One forward pass over ``images``."""
-
-    def run() -> object:
-        with torch.inference_mode():
-            return model(images)
-
-    return run
-
-
-def build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
+def _build_inference(name: str, images: int, threads: int) -> Callable[[], object]:
     """One model ready to run, for the process that measures its memory."""
     torch.set_num_threads(threads)
-    return inference_of(vit_b16(name), torch.randn(images, 3, 224, 224))
+    return inferring(_vit_b16(name), torch.randn(images, 3, 224, 224))
 
 
 def miniature_of_equal_flops() -> nn.Module:
@@ -86,13 +75,13 @@ def run(*, images: int, rounds: int, threads: int) -> Result:
     result = Result("model", {"images": images, "rounds": rounds, "threads": threads}, reference="first row")
     pictures = torch.randn(images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     names = list(_MODELS)
-    models = {name: vit_b16(name) for name in names}
+    models = {name: _vit_b16(name) for name in names}
     parameters = {name: sum(p.nbytes for p in model.parameters()) / 2**20 for name, model in models.items()}
-    work = {name: inference_of(model, pictures) for name, model in models.items()}
+    work = {name: inferring(model, pictures) for name, model in models.items()}
     inference = "ViT-B/16 at 224 px, inference"
     result.tables[inference] = compare(take_turns(work, rounds=rounds), _DENSE)
     del work, models
-    beyond = {name: peak_megabytes(build_inference, name, images, threads) for name in names}
+    beyond = {name: peak_megabytes(_build_inference, name, images, threads) for name in names}
     result.figures |= {f"parameters MB, {name}": parameters[name] for name in names}
     result.figures |= {f"peak memory MB beyond parameters, {name}": beyond[name] for name in names}
 

@@ -41,7 +41,7 @@ class Forced(Router):
         self.num_experts = shape.num_experts
         self.top_k = shape.top_k
         num_tokens = shape.images * shape.tokens
-        expert_TK = forced_choice(shape, kind)
+        expert_TK = _forced_choice(shape, kind)
         weight_TK = torch.full((num_tokens, shape.top_k), 1 / shape.top_k)
         self._routing = Routing.from_choice(expert_TK, weight_TK, num_experts=shape.num_experts)
 
@@ -51,10 +51,10 @@ class Forced(Router):
         return self._routing
 
 
-def forced_choice(shape: Shape, kind: str) -> Tensor:
+def _forced_choice(shape: Shape, kind: str) -> Tensor:
     """Expert ids (T, K) of a forced routing.
 
-    >>> forced_choice(Shape(images=1, tokens=2, num_experts=3), "balanced").tolist()
+    >>> _forced_choice(Shape(images=1, tokens=2, num_experts=3), "balanced").tolist()
     [[0, 1], [2, 0]]
     """
     num_pairs = shape.images * shape.tokens * shape.top_k
@@ -62,7 +62,7 @@ def forced_choice(shape: Shape, kind: str) -> Tensor:
     return (torch.arange(num_pairs) % wrap).view(-1, shape.top_k)
 
 
-class TwoDenseFFNs(nn.Module):
+class _DenseFFNs(nn.Module):
     """The floor: K plain feed-forward networks on all tokens, what the chosen experts need and nothing else."""
 
     def __init__(self, shape: Shape) -> None:
@@ -75,7 +75,7 @@ class TwoDenseFFNs(nn.Module):
         return torch.stack(outputs).sum(0) if len(outputs) > 2 else sum(outputs[1:], outputs[0])
 
 
-class TransformersExperts(nn.Module):
+class _TransformersExperts(nn.Module):
     """Hugging Face's experts with one of its backends, ViT-shaped (biases, GELU), behind a softmax gate."""
 
     def __init__(self, shape: Shape, backend: str, routing: str) -> None:
@@ -107,7 +107,7 @@ class TransformersExperts(nn.Module):
         self.experts = use_experts_implementation(Experts, has_gate=False, has_bias=True)(config)
         self.gate = nn.Linear(shape.dim, shape.num_experts, bias=False)
         self.top_k = shape.top_k
-        self.forced_TK = None if routing == "natural" else forced_choice(shape, routing)
+        self.forced_TK = None if routing == "natural" else _forced_choice(shape, routing)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -119,33 +119,8 @@ class TransformersExperts(nn.Module):
         return output
 
 
-class MixtralBlock(nn.Module):
-    """Hugging Face's Mixtral block as it ships: SwiGLU experts of 2/3 the hidden width, so the same parameters."""
-
-    def __init__(self, shape: Shape, backend: str) -> None:
-        from transformers import MixtralConfig
-        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-        super().__init__()
-        config = MixtralConfig(
-            hidden_size=shape.dim,
-            intermediate_size=shape.hidden_dim * 2 // 3,
-            num_local_experts=shape.num_experts,
-            num_experts_per_tok=shape.top_k,
-        )
-        config._experts_implementation = backend
-        self.block = MixtralSparseMoeBlock(config)
-        with torch.no_grad():
-            for parameter in self.block.parameters():
-                parameter.normal_(std=0.02)
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        output = self.block(x)
-        return output[0] if isinstance(output, tuple) else output
-
-
 class _FirstOutput(nn.Module):
-    """A peer whose forward also returns losses."""
+    """A peer whose forward may also return losses."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -154,6 +129,25 @@ class _FirstOutput(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         output = self.layer(x)
         return output[0] if isinstance(output, tuple) else output
+
+
+def _mixtral(shape: Shape, backend: str) -> nn.Module:
+    """Hugging Face's Mixtral block as it ships: SwiGLU experts of 2/3 the hidden width, so the same parameters."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim * 2 // 3,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    config._experts_implementation = backend
+    block = MixtralSparseMoeBlock(config)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.02)
+    return _FirstOutput(block)
 
 
 def _st_moe(shape: Shape) -> nn.Module:
@@ -187,15 +181,15 @@ _ROUTED: dict[str, tuple[str | None, Build]] = {
     "ermoe R=D": (None, lambda shape, routing: _ours("eigen", shape, routing)),
     "ermoe dense experts": (None, lambda shape, routing: _ours("eigen", shape, routing, experts="dense")),
     "our V-MoE": (None, lambda shape, routing: _ours("v-moe", shape, routing, capacity_factor=None)),
-    "transformers loop": ("transformers", lambda shape, routing: TransformersExperts(shape, "eager", routing)),
+    "transformers loop": ("transformers", lambda shape, routing: _TransformersExperts(shape, "eager", routing)),
     "transformers grouped_mm": (
         "transformers",
-        lambda shape, routing: TransformersExperts(shape, "grouped_mm", routing),
+        lambda shape, routing: _TransformersExperts(shape, "grouped_mm", routing),
     ),
 }
 _NATURAL: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
-    "Mixtral eager": ("transformers", lambda shape: MixtralBlock(shape, "eager")),
-    "Mixtral grouped_mm": ("transformers", lambda shape: MixtralBlock(shape, "grouped_mm")),
+    "Mixtral eager": ("transformers", lambda shape: _mixtral(shape, "eager")),
+    "Mixtral grouped_mm": ("transformers", lambda shape: _mixtral(shape, "grouped_mm")),
     "st-moe-pytorch": ("st_moe_pytorch", _st_moe),
     "soft-moe-pytorch": ("soft_moe_pytorch", _soft_moe),
 }
@@ -204,7 +198,7 @@ _NATURAL: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
 def build(name: str, shape: Shape, routing: str = "natural") -> nn.Module:
     """One candidate by its name."""
     if name == "floor":
-        return TwoDenseFFNs(shape)
+        return _DenseFFNs(shape)
     return _ROUTED[name][1](shape, routing) if name in _ROUTED else _NATURAL[name][1](shape)
 
 
@@ -216,9 +210,9 @@ def available(routing: str = "natural") -> list[str]:
     return names
 
 
-def tokens(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
     """Tokens with the statistics of normalised features, and contexts that resemble them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(shape.images, shape.tokens, shape.dim, generator=generator) for _ in range(2))
     return x, x.mean(1, keepdim=True) + 0.5 * x + 0.5 * noise
 

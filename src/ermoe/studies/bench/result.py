@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ermoe.files import replacing
-from ermoe.studies.bench.clock import Measurement
+from ermoe.studies.bench.measure import Measurement
 from ermoe.studies.record import Record, add_records, new_record
 from ermoe.studies.tables import Table
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a study is, which part of the paper it repeats, what that part claims, and what data it wants."""
+    """Module and name of a study, which part of the paper it repeats, what that part claims, and what data it wants."""
 
-    module: str
+    place: str
     shows: str
     claims: str
     data: str
@@ -25,25 +25,27 @@ class Entry:
 _IMAGES, _CAPTIONS, _BRAINS, _NOTHING = "images", "captions", "brains", "–"
 
 ENTRIES: dict[str, Entry] = {
-    "imagenet": Entry("imagenet", "Tab. 1", "accuracy of ERMoE, V-MoE, Single-gated MoE and DeepMoE", _IMAGES),
-    "few-shot": Entry("few_shot", "Tab. 2", "5- and 10-shot linear probes", _IMAGES),
-    "coco": Entry("coco", "Tab. 3", "COCO retrieval with an ERMoE image tower", _CAPTIONS),
-    "flickr": Entry("flickr", "Tab. 4", "Flickr30k retrieval with an ERMoE image tower", _CAPTIONS),
-    "brain-age": Entry("brain_age", "Tab. 5", "mean absolute error of brain age, by sex", _BRAINS),
-    "region-routing": Entry("region_routing", "Tab. 6, Fig. S1", "tissues find their experts", _BRAINS),
-    "train-heatmaps": Entry("train_heatmaps", "Fig. 3", "classes prefer experts, more so in deep layers", _IMAGES),
-    "balance": Entry("balance", "Fig. 4", "load of BASE, Soft MoE, V-MoE and ERMoE", _IMAGES),
-    "brain-scatter": Entry("brain_scatter", "Fig. 2, Fig. S2", "brain age against age, test and train", _BRAINS),
-    "calibration": Entry("calibration", "Suppl. 5", "linear calibration of brain age", _BRAINS),
-    "threshold": Entry("threshold", "Suppl. 6", "fallback is near zero below T = 0.5 and rises above", _IMAGES),
-    "lambda": Entry("orthogonality", "Suppl. 7", "validation loss is lowest at λ = 5e-5", _IMAGES),
-    "top-k": Entry("top_k", "Suppl. 8", "two experts a token are best", _IMAGES),
-    "efficiency": Entry("efficiency", "Suppl. 9", "parameters, operations and time of an image", _NOTHING),
-    "ablation": Entry("ablation", "Suppl. 10", "normal weights, learned logits, λ = 0", _IMAGES),
-    "routing-cost": Entry("routing_cost", "Suppl. 11", "what the routing decision costs", _NOTHING),
-    "expert-scaling": Entry("expert_scaling", "Suppl. 12", "memory of 8 and of 32 experts", _NOTHING),
-    "expert-choice": Entry("expert_choice", "Suppl. 13", "accuracy of expert choice", _IMAGES),
-    "text-tuning": Entry("text_tuning", "Suppl. 14", "tuning the text tower helps text-to-image", _CAPTIONS),
+    "imagenet": Entry("accuracy.imagenet", "Tab. 1", "accuracy of ERMoE, V-MoE, Single-gated MoE and DeepMoE", _IMAGES),
+    "few-shot": Entry("accuracy.few_shot", "Tab. 2", "5- and 10-shot linear probes", _IMAGES),
+    "coco": Entry("captions.coco", "Tab. 3", "COCO retrieval with an ERMoE image tower", _CAPTIONS),
+    "flickr": Entry("captions.flickr", "Tab. 4", "Flickr30k retrieval with an ERMoE image tower", _CAPTIONS),
+    "brain-age": Entry("brains.brain_age", "Tab. 5", "mean absolute error of brain age, by sex", _BRAINS),
+    "region-routing": Entry("tissues.region_routing", "Tab. 6, Fig. S1", "tissues find their experts", _BRAINS),
+    "train-heatmaps": Entry(
+        "usage.train_heatmaps", "Fig. 3", "classes prefer experts, more so in deep layers", _IMAGES
+    ),
+    "balance": Entry("usage.balance", "Fig. 4", "load of BASE, Soft MoE, V-MoE and ERMoE", _IMAGES),
+    "brain-scatter": Entry("brains.brain_scatter", "Fig. 2, Fig. S2", "brain age against age, test and train", _BRAINS),
+    "calibration": Entry("brains.calibration", "Suppl. 5", "linear calibration of brain age", _BRAINS),
+    "threshold": Entry("sweeps.threshold", "Suppl. 6", "fallback is near zero below T = 0.5 and rises above", _IMAGES),
+    "lambda": Entry("sweeps.orthogonality", "Suppl. 7", "validation loss is lowest at λ = 5e-5", _IMAGES),
+    "top-k": Entry("sweeps.top_k", "Suppl. 8", "two experts a token are best", _IMAGES),
+    "efficiency": Entry("costs.efficiency", "Suppl. 9", "parameters, operations and time of an image", _NOTHING),
+    "ablation": Entry("accuracy.ablation", "Suppl. 10", "normal weights, learned logits, λ = 0", _IMAGES),
+    "routing-cost": Entry("costs.routing_cost", "Suppl. 11", "what the routing decision costs", _NOTHING),
+    "expert-scaling": Entry("costs.expert_scaling", "Suppl. 12", "memory of 8 and of 32 experts", _NOTHING),
+    "expert-choice": Entry("accuracy.expert_choice", "Suppl. 13", "accuracy of expert choice", _IMAGES),
+    "text-tuning": Entry("captions.text_tuning", "Suppl. 14", "tuning the text tower helps text-to-image", _CAPTIONS),
 }
 
 
@@ -51,5 +53,6 @@ def find(name: str) -> Study:
     """The study called ``name``."""
     if name not in ENTRIES:
         raise UserError(f"there is no study {name!r}: use one of {', '.join(ENTRIES)}")
-    study: Study = import_module(f"ermoe.studies.paper.{ENTRIES[name].module}").STUDY
+    module, attribute = ENTRIES[name].place.split(".")
+    study: Study = getattr(import_module(f"ermoe.studies.paper.{module}"), attribute)
     return study

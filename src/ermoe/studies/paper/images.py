@@ -5,7 +5,6 @@ Letters: N images.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,10 +18,11 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch, in_memory
 from ermoe.data.images import Images, ImagesInMemory, open_images, some_of
 from ermoe.errors import UserError
+from ermoe.files import StrPath
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
 from ermoe.images.run import LabelledImages, evaluate, transform_for
 from ermoe.models.io import load
-from ermoe.studies.paper.study import Setup, slug
+from ermoe.studies.paper.setup import Setup, slug
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
 from ermoe.train.loop import train
@@ -197,7 +197,7 @@ def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
     return Prepared(**{name: getattr(chosen, name) for name in Recipe.__slots__})
 
 
-def loaded(folder: str | os.PathLike[str], variant: Variant, device: torch.device | str = "cpu") -> nn.Module:
+def loaded(folder: StrPath, variant: Variant, device: torch.device | str = "cpu") -> nn.Module:
     """A saved model of a variant, ready for evaluation."""
     model = load(folder, device=device)
     if variant.prepare is not None:

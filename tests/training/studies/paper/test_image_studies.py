@@ -1,6 +1,7 @@
 """Every study on images runs from end to end on a handful of digits, and measures what it says."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from ermoe.images.presets import recipe
 from ermoe.images.run import LabelledImages
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import moe_layers
-from ermoe.studies.paper import ablation, catalogue, few_shot, images, orthogonality, threshold, top_k
+from ermoe.studies.paper import accuracy, catalogue, images, sweeps
 from ermoe.studies.paper.images import PAPER_RULE, Variant
-from ermoe.studies.paper.study import Setup, run
+from ermoe.studies.paper.setup import Setup
+from ermoe.studies.paper.study import run
 from ermoe.studies.record import RECORDS
 from support import pictures
 
@@ -34,6 +36,11 @@ def work(tmp_path_factory):
     return tmp_path_factory.mktemp("trained")
 
 
+def keep(monkeypatch, rows, *names):
+    for name in set(rows) - set(names):
+        monkeypatch.delitem(rows, name)
+
+
 @pytest.fixture
 def setup(tmp_path, work, monkeypatch):
     def brief(setup, method):
@@ -45,10 +52,10 @@ def setup(tmp_path, work, monkeypatch):
     monkeypatch.setattr(images, "base_recipe", brief)
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
     monkeypatch.setattr(images, "_workers", lambda data: 0)
-    monkeypatch.setattr(orthogonality, "LAMBDAS", (0.0, 5e-5, 1e-2))
-    monkeypatch.setattr(top_k, "NUMBERS", (1, 2, 6))
-    rows = ("normal weights", "learned logits", ablation.FULL.name, "square basis")
-    monkeypatch.setattr(ablation, "ROWS", {name: ablation.ROWS[name] for name in rows})
+    keep(monkeypatch, sweeps.LAMBDAS, "lambda-0", "lambda-5e-05", "lambda-0.01")
+    keep(monkeypatch, sweeps.NUMBERS, 1, 2, 6)
+    keep(monkeypatch, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
+    monkeypatch.setattr(sweeps, "step_times", partial(sweeps.step_times, rounds=2))
     return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
 
 
@@ -67,8 +74,8 @@ def test_study_runs_and_shows_both_sides(setup, name):
 
 
 def test_the_threshold_never_changes_a_choice_but_pruning_does(setup):
-    figures = threshold.sweep(setup, PAPER_RULE, 1)
-    used = [figures["pruned"][str(t)]["experts_per_token"] for t in threshold.THRESHOLDS]
+    figures = sweeps.sweep_threshold(setup, PAPER_RULE, 1)
+    used = [figures["pruned"][str(t)]["experts_per_token"] for t in sweeps.THRESHOLDS]
     assert used == sorted(used, reverse=True)
     assert used[-1] >= 1
     rates = list(figures["fallback"].values())
@@ -78,24 +85,24 @@ def test_the_threshold_never_changes_a_choice_but_pruning_does(setup):
 def test_pruning_is_undone(setup):
     model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10)
     router = next(iter(moe_layers(model).values())).router
-    with threshold.pruning(model, 0.9):
+    with sweeps.pruning(model, 0.9):
         assert (router.threshold, router.below_threshold) == (0.9, "prune")
     assert (router.threshold, router.below_threshold) == (0.5, "fill")
 
 
 def test_a_square_basis_cannot_tell_experts_apart(setup):
-    model = images.recipe_of(setup, ablation.ROWS["square basis"][0], 1, images.source(setup)).build(10)
-    ablation.square_bases(model)
+    model = images.recipe_of(setup, accuracy.PARTS["square basis"][0], 1, images.source(setup)).build(10)
+    accuracy.square_bases(model)
     recorder = images.routed(model.eval(), images.source(setup))
     assert images.mean_over_layers(recorder, "spread") < 1e-5
-    plain = images.recipe_of(setup, ablation.FULL, 1, images.source(setup)).build(10)
+    plain = images.recipe_of(setup, accuracy.FULL, 1, images.source(setup)).build(10)
     assert images.mean_over_layers(images.routed(plain.eval(), images.source(setup)), "spread") > 0.1
 
 
 def test_variants_share_what_is_trained_alike(setup):
     assert Variant("a").key == Variant("b").key == PAPER_RULE
     assert Variant("a", sparsity={"top_k": 1}).key != Variant("a").key
-    assert ablation.ROWS["square basis"][0].key.endswith("square-basis")
+    assert accuracy.PARTS["square basis"][0].key.endswith("square-basis")
 
 
 def test_a_trained_model_is_the_averaged_one_that_was_evaluated(setup):
@@ -137,27 +144,27 @@ def test_convolutional_rivals_train_and_can_be_probed(setup, style):
     data = images.source(setup)
     result = images.trained(setup, Variant(style, style), 1, data)
     assert 0 <= result.figures["top1"] <= 1
-    found = few_shot.probes(result.model, data, 1, shots=(2,))
+    found = accuracy.probes(result.model, data, 1, shots=(2,))
     assert set(found) == {"images-2", "epochs-2"}
 
 
 def test_few_shot_at_full_scale_wants_two_data_sets(setup):
     full = replace(setup, scale="full", data="cifar")
     with pytest.raises(UserError, match="--pretrain"):
-        few_shot.sources(full)
+        accuracy.sources(full)
 
 
 def test_times_of_a_pass_are_ratios_to_two_experts(setup):
     model = images.recipe_of(setup, Variant(PAPER_RULE), 1, images.source(setup)).build(10).eval()
-    times = top_k.step_times(model, images.source(setup), rounds=2)
+    times = sweeps.step_times(model, images.source(setup))
     assert times["2"] == 1
     assert np.isfinite(list(times.values())).all()
 
 
-@pytest.mark.parametrize("name", ablation.ROWS)
+@pytest.mark.parametrize("name", accuracy.PARTS)
 def test_every_row_of_the_ablation_can_be_built_at_full_scale(name):
     data = LabelledImages("none", few("train", 1), few("test", 1))
-    chosen = images.recipe_of(Setup(scale="full"), ablation.ROWS[name][0], 1, data)
+    chosen = images.recipe_of(Setup(scale="full"), accuracy.PARTS[name][0], 1, data)
     with torch.device("meta"):
         dense = timm.create_model(chosen.architecture, **chosen.model_args)
     assert upcycle(dense, init=chosen.init, inplace=True, **chosen.sparsity).sparsity.num_experts == 8
@@ -167,7 +174,7 @@ def test_what_a_miniature_changes_in_the_method_is_said(setup):
     said = images.describe(setup)
     assert "departs from the paper: 1 is added to each chosen score in Eq. 7" in said
     assert "retracted every 10 steps" in said
-    assert "retracted" not in orthogonality.STUDY.ours(setup)
+    assert "retracted" not in sweeps.orthogonality.ours(setup)
     full = replace(setup, scale="full", data="imagenet")
     assert images._departures(recipe("paper-ermoe")) == ""
     assert "ViT-B/16" in images.describe(full)

@@ -10,26 +10,17 @@ from rich.console import Console
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.shapes import COLOURS, scene, write_shapes
-from ermoe.studies.paper import (
-    brain_age,
-    brain_scatter,
-    calibration,
-    captions,
-    catalogue,
-    efficiency,
-    region_routing,
-    routing_cost,
-)
-from ermoe.studies.paper.study import Setup
-
-
-@pytest.fixture
-def setup(tmp_path):
-    return Setup(out=tmp_path / "out", work=tmp_path / "work", seeds=1, console=Console(quiet=True))
+from ermoe.studies.figures import Runs
+from ermoe.studies.paper import brains, captions, catalogue, costs, tissues
+from ermoe.studies.paper.setup import Setup
 
 
 def record(name, **figures):
     return {"name": name, "seed": 1, "figures": figures}
+
+
+def findings_of(study, *records):
+    return catalogue.find(study).findings(Runs(records))
 
 
 def test_scenes_repeat_and_their_captions_tell_the_truth():
@@ -77,12 +68,12 @@ def test_scenes_on_disk_are_captioned_images(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["coco", "flickr"])
-def test_retrieval_tables_have_the_papers_rows_and_ours(setup, name):
+def test_retrieval_tables_have_the_papers_rows_and_ours(name):
     figures = dict.fromkeys(captions.CUTS, 0.25)
     records = [
         record(method, figures=figures, chance=dict.fromkeys(captions.CUTS, 0.01)) for method in captions.METHODS
     ]
-    found = catalogue.find(name).findings(setup, records)
+    found = findings_of(name, *records)
     assert [row[0] for row in found.rows[:4]] == [
         f"paper: {m}" for m in ("Long-CLIP", "Fix-CLIP", "CLIP-MoE", "CLIP-ERMoE")
     ]
@@ -90,9 +81,9 @@ def test_retrieval_tables_have_the_papers_rows_and_ours(setup, name):
     assert found.rows[-1][1] == "1.0%"
 
 
-def test_text_tuning_puts_both_towers_beside_the_papers(setup):
+def test_text_tuning_puts_both_towers_beside_the_papers():
     figures = dict.fromkeys(captions.CUTS, 0.5)
-    found = catalogue.find("text-tuning").findings(setup, [record("frozen", figures=figures)])
+    found = findings_of("text-tuning", record("frozen", figures=figures))
     assert found.rows[0][:3] == ["frozen", "49.1", "50.0%"]
     assert found.rows[1][:3] == ["tuned", "50.3", "–"]
 
@@ -104,18 +95,18 @@ def test_full_scale_wants_real_data(name, tmp_path):
         catalogue.find(name).ours(full)
 
 
-def test_brain_ages_by_sex(setup):
+def test_brain_ages_by_sex():
     records = [
         record("ermoe", M=2.0, F=3.0, all=2.5, **{"predict the mean": 9.0}),
         record("vit3d", M=4.0, F=4.0, all=4.0),
     ]
-    found = brain_age.findings(setup, records)
+    found = findings_of("brain-age", *records)
     row = next(row for row in found.rows if row[0] == "ERMoE-ba")
     assert row[1:] == ["2.30", "2.00", "2.32", "3.00", "2.31", "2.50"]
     assert found.rows[-1][-1] == "9.00"
 
 
-def test_regions_name_the_best_two_experts(setup):
+def test_regions_name_the_best_two_experts():
     names = ["wm_expert", "gm_expert", "csf_expert", "free_expert0"]
     late = {
         f"probe/{t}/{e}": 0.9 if e.startswith(t) else 0.1 + 0.1 * i
@@ -123,37 +114,37 @@ def test_regions_name_the_best_two_experts(setup):
         for i, e in enumerate(names)
     }
     early = dict.fromkeys(late, 0.2)
-    found = region_routing.findings(setup, [record("ermoe", first=early, last=late)])
+    found = findings_of("region-routing", record("ermoe", first=early, last=late))
     assert found.rows[0][-1] == "wm_expert 0.90, free_expert0 0.40"
     assert "3 of 3 tissues" in found.sentences[0]
     assert len(found.drawing.axes) == 2
 
 
-def test_scatter_has_four_panels_with_their_lines(setup):
+def test_scatter_has_four_panels_with_their_lines():
     part = {"age": [50.0, 60.0, 70.0, 80.0], "predicted": [52.0, 60.0, 68.0, 78.0], "sex": ["M", "F", "M", "F"]}
-    found = brain_scatter.findings(setup, [record("ermoe", test=part, train=part)])
+    found = findings_of("brain-scatter", record("ermoe", test=part, train=part))
     assert len(found.rows) == len(found.drawing.axes) == 4
     assert found.rows[0][2:4] == ["2.00", "0.80"]
 
 
-def test_calibrations_that_were_refused_are_said_so(setup):
+def test_calibrations_that_were_refused_are_said_so():
     raw = {"mae": 5.0, "gap_age_r": -0.5, "slope": 0.1, "intercept": 50.0}
     figures = {"train": {"raw": raw}, "held-out": {}, "refusals, train": ["refused: flat"], "refusals, held-out": []}
-    found = calibration.findings(setup, [record("ermoe", **figures)])
+    found = findings_of("calibration", record("ermoe", **figures))
     assert found.rows[0] == ["raw", "2.307", "5.000", "-0.287", "-0.500", "0.887", "0.100", "9.026", "50.000"]
     assert found.rows[1][2] == "–"
     assert found.sentences[-1] == "1 calibrations were refused, for example: refused: flat"
 
 
-def test_counts_are_those_of_the_presets(setup):
-    counted = efficiency.count("v-moe-b16")
+def test_counts_are_those_of_the_presets():
+    counted = costs.count_model("v-moe-b16")
     assert counted["parameters"] == pytest.approx(284.9, abs=0.05)
-    found = efficiency.findings(setup, [record("v-moe-b16", **counted)])
+    found = findings_of("efficiency", record("v-moe-b16", **counted))
     assert found.rows[0][1:3] == ["284.9 (129.9)", "284.9 (114.9)"]
 
 
 def test_routing_operations_follow_the_formula():
-    counted = routing_cost.count()
+    counted = costs.count_routing()
     assert counted["V-MoE"] == pytest.approx(6 * 197 * 768 * 8 / 1e9, rel=1e-6)
     # token and context, six layers: 2 · 197 · 768 · 8 r multiply-adds, and a little for the cosines
     expected = 6 * 2 * 197 * 768 * 8 * 56 / 1e9
@@ -165,6 +156,6 @@ def test_region_routing_wants_tissue_maps(tmp_path, monkeypatch):
     fold = tmp_path / "folds" / "fold-0"
     fold.mkdir(parents=True)
     (fold / "metrics.jsonl").write_text('{"step": 1, "kind": "test", "test_mae": 5.0}\n')
-    monkeypatch.setattr(region_routing.brains, "trained", lambda setup, method, seed: tmp_path)
+    monkeypatch.setattr(brains, "trained", lambda setup, method, seed: tmp_path)
     with pytest.raises(UserError, match="no region probes, which need tissue maps"):
-        region_routing.probe(Setup(), 1)
+        tissues.probe(Setup(), "ermoe", 1)

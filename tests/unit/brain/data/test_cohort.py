@@ -297,7 +297,7 @@ def test_a_flat_table(tmp_path):
     assert cohort.scans[1].columns == {"batch": "B"}
     errors = sentences(cohort, "error")
     assert any("'50,5', which is not a number" in error for error in errors)
-    assert any("no dseg.tsv beside it" in error for error in errors)
+    assert any("no dseg.tsv that says" in error for error in errors)
     (root / "dseg.tsv").write_text(DSEG_TSV)
     assert isinstance(open_cohort(flat).scans[1].tissue, Segmentation)
 

@@ -13,15 +13,12 @@ pytest.importorskip("nibabel")
 import nibabel
 from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 
-from ermoe.brain.data import mask as masks
+from ermoe.brain.commands import Doctor
+from ermoe.brain.data import preprocess as masks
 from ermoe.brain.data.cohort import open_cohort, open_scans
-from ermoe.brain.data.confounds import confounds, left_out_errors
-from ermoe.brain.data.mask import looks_like_t1
-from ermoe.brain.data.preprocess import Preprocessing, prepare
-from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import stop_at_errors
-from ermoe.brain.data.settings import CohortOptions
-from ermoe.brain.data_commands import Doctor
+from ermoe.brain.data.preprocess import Preprocessing, looks_like_t1, prepare
+from ermoe.brain.data.quality import confounds, examine, left_out_errors
+from ermoe.brain.data.scans import CohortOptions, stop_at_errors
 from ermoe.errors import UserError
 from support.scans import bids_set, head, rewrite, save, truncate, unpacked
 

@@ -12,8 +12,7 @@ import nibabel
 
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
-from ermoe.brain.data.phantom.anatomy import grow, smooth_field
-from ermoe.brain.data.phantom.atlas import atlas
+from ermoe.brain.data.phantom.anatomy import atlas, grow, smooth_field
 from ermoe.brain.data.phantom.people import draw_person
 from ermoe.brain.data.preprocess import Preprocessing, prepare
 from ermoe.brain.data.quality import examine

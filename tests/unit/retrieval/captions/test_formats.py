@@ -7,7 +7,7 @@ import torch
 
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.catalogue import open_captions
-from ermoe.retrieval.captions.ids import id_hash, id_hashes, named_id
+from ermoe.retrieval.captions.schema import id_hash, id_hashes, named_id
 from support import captions as layouts
 
 

@@ -1,14 +1,13 @@
 """Protocols are named, sized and never mixed; what is wrong with a caption file is said in a sentence."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ermoe.errors import UserError
-from ermoe.retrieval.captions.catalogue import open_captions, read_annotations
+from ermoe.retrieval.captions.catalogue import open_captions
+from ermoe.retrieval.captions.files import read_annotations
 from ermoe.retrieval.captions.protocols import PROTOCOLS
 from support import captions as layouts
 
@@ -126,13 +125,3 @@ def test_the_real_captions_of_val2017_have_the_size_of_their_protocol():
     counts = [len(own.captions) for own in listed]
     assert (len(listed), sum(min(count, 5) for count in counts)) == protocol.sizes["test"]
     assert sum(counts) == 25_014, "a few images have more than five"
-
-
-@needs_data
-def test_the_real_flickr8k_has_its_splits_and_91_images_to_spare(tmp_path):
-    unpack = [sys.executable, str(Path(DATA, "unpack.py")), "flickr8k", str(tmp_path)]
-    subprocess.run(unpack, check=True, timeout=120)
-    sets = [open_captions(tmp_path / "flickr8k", "flickr8k-1k", split) for split in ("train", "dev", "test")]
-    assert [len(captions) for captions in sets] == [6000, 1000, 1000]
-    assert "91 images of the file are in no split" in sets[0].summary
-    assert len({name for captions in sets for name in captions.ids}) == 8000

@@ -12,9 +12,8 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import SparseBlock
 from ermoe.retrieval.clip.model import CLIP, create_clip
 from ermoe.retrieval.clip.registry import register_with_open_clip
-from ermoe.retrieval.clip.tokens import END, tokenise
-from ermoe.retrieval.clip.towers import trim
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.clip.towers import END, tokenise, trim
+from ermoe.retrieval.presets import TextShape
 
 TEXT = TextShape(context_length=12, width=32, heads=2, layers=2)
 IMAGE = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}

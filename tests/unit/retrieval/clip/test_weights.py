@@ -12,9 +12,9 @@ from transformers import CLIPConfig, CLIPModel
 from ermoe.errors import UserError
 from ermoe.models.upcycle import upcycle
 from ermoe.retrieval.clip.model import create_clip
-from ermoe.retrieval.clip.tokens import tokenise
+from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.clip.weights import load_clip_weights, to_open_clip
-from ermoe.retrieval.text_shape import TextShape
+from ermoe.retrieval.presets import TextShape
 
 WIDTH, LAYERS, PATCH, SIDE, DIM = 64, 3, 8, 32, 24
 TOWER = {"img_size": SIDE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": 1}

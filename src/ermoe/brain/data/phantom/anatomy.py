@@ -1,64 +1,39 @@
-"""The tissues of one phantom at one visit: an individual head, its ventricles, its cortex.
+"""One phantom at one visit: an individual head, its ventricles, its cortex, and the T1 that a scanner makes of them.
 
-Everything is looked up in the atlas from the voxels of the scan, by one map of coordinates: the pose and size of the
-head, the person's own shape, and ventricles that push white matter aside. Ventricles themselves are written where they
-should be, because looking them up across their midline would leave streaks. Sizes are solved for, so a phantom has the
-volumes it was given.
+All phantoms grow from one atlas, the MNI152 tissue maps of nilearn. It is looked up from the voxels of the scan, by one
+map of coordinates: the pose and size of the head, the person's own shape, and ventricles that push white matter aside.
+Ventricles themselves are written where they should be, because looking them up across their midline would leave
+streaks. Sizes are solved for, so a phantom has the volumes it was given.
 
-Letters: X, Y, Z voxels of the scan; x template coordinates in voxels of the atlas.
+Letters: X, Y, Z voxels of the scan or of the atlas, towards right, anterior and superior; x template coordinates in
+voxels of the atlas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
+from scipy.spatial.transform import Rotation
 
-from ermoe.brain.data.phantom.atlas import SPACING_MM, Atlas
+from ermoe.brain.data.nifti import Bool, Double, Float, Grid, Image, sample
 from ermoe.brain.data.phantom.people import Person, Visit
+from ermoe.brain.data.preprocess import largest_piece
+from ermoe.brain.data.scans import Tissue
+from ermoe.errors import UserError
 
+_SPACING_MM = 2.0
+_AFFINE = np.array([[2.0, 0, 0, -90], [0, 2, 0, -126], [0, 0, 2, -72], [0, 0, 0, 1]])
+"""Voxels to MNI coordinates."""
+_SHAPE = (91, 109, 91)
+_SEED_BOX_MM = ((-45, 45), (-70, 45), (-22, 36))
+_SEED_DEPTH_MM = 18.0
 _COARSE_MM = 8.0
-
-
-def smooth_field(
-    shape: tuple[int, int, int], spacing_mm: float, width_mm: float, rng: np.random.Generator
-) -> NDArray[np.float32]:
-    """Gaussian noise of mean 0 and deviation 1, smooth over ``width_mm`` (full width at half maximum)."""
-    step_mm = min(_COARSE_MM, width_mm / 2)
-    sigma = width_mm / 2.355 / step_mm
-    rim = int(np.ceil(3 * sigma))
-    coarse = tuple(int(np.ceil((size - 1) * spacing_mm / step_mm)) + 2 for size in shape)
-    noise = rng.normal(size=tuple(size + 2 * rim for size in coarse)).astype(np.float32)
-    field = ndimage.gaussian_filter(noise, sigma)[rim:-rim, rim:-rim, rim:-rim] * _restored(sigma)
-    return _upsampled(field, shape, spacing_mm / step_mm)
-
-
-def _restored(sigma: float) -> float:
-    """What a Gaussian filter takes from the deviation of white noise, given back; in 3-D it is (4πσ²)^¾."""
-    return float((4 * np.pi * sigma**2) ** 0.75)
-
-
-def _upsampled(field: NDArray[np.float32], shape: tuple[int, int, int], ratio: float) -> NDArray[np.float32]:
-    """Linear interpolation, axis by axis: as matrix products, far faster than looking up every voxel."""
-    for axis, size in enumerate(shape):
-        field = np.moveaxis(np.tensordot(_linear(size, field.shape[axis], ratio), field, (1, axis)), 0, axis)
-    return np.ascontiguousarray(field, np.float32)
-
-
-def _linear(fine: int, coarse: int, ratio: float) -> NDArray[np.float32]:
-    """Weights (fine, coarse) of linear interpolation."""
-    place = np.arange(fine) * ratio
-    lower = np.minimum(place.astype(int), coarse - 2)
-    weights = np.zeros((fine, coarse), np.float32)
-    weights[np.arange(fine), lower] = 1 - (place - lower)
-    weights[np.arange(fine), lower + 1] = place - lower
-    return weights
-
-
-Float = NDArray[np.float32]
-
 _SHAPE_FIELD_MM = 30.0  # over which the individual shape varies
 _SHAPE_DEVIATION_MM = 2.0
 _PUSH_MM = 7.0  # depth of periventricular white matter that gives way to a ventricle
@@ -67,6 +42,108 @@ _POSE_DEGREES = 3.0
 _POSE_MM = 3.0
 # Grey matter in % of ICV as tissue tools report it, to what it fills in the atlas, whose maps are more generous.
 _GREY_IN_ATLAS = 1.047
+_BIAS = 0.10
+_BIAS_MM = 60.0
+_LESION_CONTRAST = 0.30
+_LESION_MM = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Atlas:
+    """Maps on the 2 mm grid of MNI152."""
+
+    white_XYZ: Float
+    grey_XYZ: Float
+    brain_XYZ: Float
+    """White, grey and CSF together, in [0, 1]."""
+    ventricle_distance_XYZ: Float
+    """Signed distance to the lateral ventricles in mm, negative inside."""
+    away_3XYZ: Float
+    """Unit vectors that lead away from the ventricles."""
+    atrophy_XYZ: Float
+    """Where cortex gives way to CSF, in [0, 1.25]: along the sulci, more so in front."""
+
+    @property
+    def volume_ml(self) -> float:
+        """Of everything inside the skull."""
+        return float(self.brain_XYZ.sum()) * _SPACING_MM**3 / 1000
+
+
+@lru_cache(maxsize=1)
+def atlas() -> Atlas:
+    """Builds the atlas, once a process."""
+    white, grey, brain = _maps()
+    csf = np.clip(brain - grey - white, 0, 1)
+    edges_mm = (origin + _SPACING_MM * np.arange(size) for origin, size in zip(_AFFINE[:3, 3], _SHAPE, strict=True))
+    x, y, z = np.meshgrid(*edges_mm, indexing="ij")
+    deep = ndimage.distance_transform_edt(brain > 0.5) * _SPACING_MM > _SEED_DEPTH_MM
+    in_box = deep & (csf > 0.5)
+    for axis, (low, high) in zip((x, y, z), _SEED_BOX_MM, strict=True):
+        in_box &= (axis > low) & (axis < high)
+    seed = largest_piece(in_box)
+    distance = ndimage.distance_transform_edt(~seed) - ndimage.distance_transform_edt(seed)
+    distance = ndimage.gaussian_filter(distance * _SPACING_MM, 1.0)
+    slope = np.stack(np.gradient(distance))
+    away = slope / np.maximum(np.linalg.norm(slope, axis=0), 1e-6)
+    sulci = ndimage.gaussian_filter(csf * (distance > 6), 1.0)
+    reference = np.percentile(sulci[grey > 0.5], 95)
+    atrophy = np.clip(sulci / reference, 0, 1) * (1 + 0.25 * np.tanh((y + 10) / 40))
+    maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy))
+    return Atlas(*maps)
+
+
+def _maps() -> tuple[Float, Float, Float]:
+    """White matter, grey matter and everything inside the skull, resampled from 1 to 2 mm."""
+    datasets = _templates()
+    white = _resampled(datasets.load_mni152_wm_template(resolution=1))
+    grey = _resampled(datasets.load_mni152_gm_template(resolution=1))
+    brain = _resampled(datasets.load_mni152_template(resolution=1), is_filled=True)
+    return white, grey, np.maximum(brain, white + grey)
+
+
+def _templates() -> Any:
+    try:
+        from nilearn import datasets
+    except ImportError:
+        raise UserError("phantoms are made from nilearn's templates: pip install 'ermoe[brain]'") from None
+    return datasets
+
+
+def _resampled(template: Any, *, is_filled: bool = False) -> Float:
+    """On the atlas' grid; ``is_filled`` for the inside of a stripped template."""
+    data = np.asarray(template.get_fdata(dtype=np.float32))
+    data = ndimage.binary_fill_holes(data > 0).astype(np.float32) if is_filled else data
+    image = Image(data, np.asarray(template.affine, np.float64), Path("MNI152"))
+    return np.clip(sample(image, Grid(_SHAPE, _AFFINE), order=1), 0, 1)
+
+
+def smooth_field(shape: tuple[int, int, int], spacing_mm: float, width_mm: float, rng: np.random.Generator) -> Float:
+    """Gaussian noise of mean 0 and deviation 1, smooth over ``width_mm`` (full width at half maximum)."""
+    step_mm = min(_COARSE_MM, width_mm / 2)
+    sigma = width_mm / 2.355 / step_mm
+    rim = int(np.ceil(3 * sigma))
+    coarse = tuple(int(np.ceil((size - 1) * spacing_mm / step_mm)) + 2 for size in shape)
+    noise = rng.normal(size=tuple(size + 2 * rim for size in coarse)).astype(np.float32)
+    field = ndimage.gaussian_filter(noise, sigma)[rim:-rim, rim:-rim, rim:-rim]
+    field *= (4 * np.pi * sigma**2) ** 0.75  # the deviation of white noise, which the filter took, given back
+    return _upsampled(field, shape, spacing_mm / step_mm)
+
+
+def _upsampled(field: Float, shape: tuple[int, int, int], ratio: float) -> Float:
+    """Linear interpolation, axis by axis: as matrix products, far faster than looking up every voxel."""
+    for axis, size in enumerate(shape):
+        field = np.moveaxis(np.tensordot(_linear(size, field.shape[axis], ratio), field, (1, axis)), 0, axis)
+    return np.ascontiguousarray(field, np.float32)
+
+
+def _linear(fine: int, coarse: int, ratio: float) -> Float:
+    """Weights (fine, coarse) of linear interpolation."""
+    place = np.arange(fine) * ratio
+    lower = np.minimum(place.astype(int), coarse - 2)
+    weights = np.zeros((fine, coarse), np.float32)
+    weights[np.arange(fine), lower] = 1 - (place - lower)
+    weights[np.arange(fine), lower + 1] = place - lower
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +154,11 @@ class Anatomy:
     grey_XYZ: Float
     csf_XYZ: Float
     ventricle_distance_XYZ: Float
-    affine: NDArray[np.float64]
+    affine: Double
+
+    def tissues(self) -> dict[Tissue, Float]:
+        """Shares by the name of the tissue."""
+        return {"wm": self.white_XYZ, "gm": self.grey_XYZ, "csf": self.csf_XYZ}
 
     def brain(self) -> Float:
         """Share of anything inside the skull, (X, Y, Z)."""
@@ -87,18 +168,18 @@ class Anatomy:
 def grow(atlas: Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, int], spacing_mm: float) -> Anatomy:
     """The anatomy of a visit on a scanner's grid of this shape and spacing."""
     pose_rng = np.random.default_rng([*person.seed, 1, int(100 * visit.age)])
-    affine = _scanner_affine(shape, spacing_mm)
+    affine = Grid.around(np.zeros(3), spacing_mm, shape).affine
     x = _template_coordinates(atlas, person, affine, shape, pose_rng)
     # The person's own shape is the same at every visit, so it is drawn on the atlas and looked up like the rest.
     shape_rng = np.random.default_rng([*person.seed, 2])
     for axis in range(3):
-        field = smooth_field(atlas.brain_XYZ.shape, SPACING_MM, _SHAPE_FIELD_MM, shape_rng)
-        x[axis] += _looked_up(field, x) * (_SHAPE_DEVIATION_MM / SPACING_MM)
+        field = smooth_field(atlas.brain_XYZ.shape, _SPACING_MM, _SHAPE_FIELD_MM, shape_rng)
+        x[axis] += _looked_up(field, x) * (_SHAPE_DEVIATION_MM / _SPACING_MM)
     distance = _looked_up(atlas.ventricle_distance_XYZ, x, outside=100.0)
     brain_ml = float(_looked_up(atlas.brain_XYZ, x).sum()) * spacing_mm**3 / 1000
     grown_mm = _ventricle_growth(distance, visit.ventricle_percent / 100 * brain_ml, spacing_mm)
     ventricle = _ventricle(distance, grown_mm)
-    pushed = grown_mm * np.exp(-np.maximum(distance - grown_mm, 0) / _PUSH_MM) / SPACING_MM
+    pushed = grown_mm * np.exp(-np.maximum(distance - grown_mm, 0) / _PUSH_MM) / _SPACING_MM
     near = pushed > 1e-3 if grown_mm > 0 else pushed < -1e-3
     away = np.stack([_looked_up(component, x[:, near]) for component in atlas.away_3XYZ])
     x[:, near] -= pushed[near] * away
@@ -110,23 +191,16 @@ def grow(atlas: Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, i
     return Anatomy(white, grey, csf, distance - grown_mm, affine)
 
 
-def _scanner_affine(shape: tuple[int, int, int], spacing_mm: float) -> NDArray[np.float64]:
-    """World axes, the middle of the grid at the origin."""
-    affine = np.diag([spacing_mm] * 3 + [1.0])
-    affine[:3, 3] = -spacing_mm * (np.array(shape) - 1) / 2
-    return affine
-
-
 def _template_coordinates(
-    atlas: Atlas, person: Person, affine: NDArray[np.float64], shape: tuple[int, int, int], rng: np.random.Generator
+    atlas: Atlas, person: Person, affine: Double, shape: tuple[int, int, int], rng: np.random.Generator
 ) -> Float:
     """Where in the atlas each voxel of the scan looks, (3, X, Y, Z): size, turn and shift of the head undone."""
     size = (person.icv_ml / atlas.volume_ml) ** (1 / 3)
     head = np.eye(4)
-    head[:3, :3] = size * _rotation(np.radians(rng.normal(0, _POSE_DEGREES, 3)))
-    middle = atlas.affine[:3, :3] @ ndimage.center_of_mass(atlas.brain_XYZ) + atlas.affine[:3, 3]
+    head[:3, :3] = size * Rotation.from_rotvec(np.radians(rng.normal(0, _POSE_DEGREES, 3))).as_matrix()
+    middle = _AFFINE[:3, :3] @ ndimage.center_of_mass(atlas.brain_XYZ) + _AFFINE[:3, 3]
     head[:3, 3] = rng.normal(0, _POSE_MM, 3) - head[:3, :3] @ middle
-    lookup = np.linalg.inv(head @ atlas.affine) @ affine
+    lookup = np.linalg.inv(head @ _AFFINE) @ affine
     i, j, k = (np.arange(count, dtype=np.float32) for count in shape)
     columns = lookup.astype(np.float32)
     return np.stack(
@@ -137,12 +211,6 @@ def _template_coordinates(
             for axis in range(3)
         ]
     )
-
-
-def _rotation(angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    from scipy.spatial.transform import Rotation
-
-    return Rotation.from_rotvec(angles).as_matrix()
 
 
 def _looked_up(field: Float, x: Float, *, outside: float = 0.0) -> Float:
@@ -174,3 +242,54 @@ def _thinned(grey: Float, csf: Float, atrophy: Float, target_ml: float, spacing_
     share = min(abs(surplus_ml) / max(float(movable.sum()) * voxel_ml, 1e-6), 0.8)
     moved = np.copysign(share * movable, surplus_ml)
     return grey - moved, csf + moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanner:
+    """What a site does to an image."""
+
+    blur_voxels: float
+    noise: float
+    """Relative to white matter."""
+    scale: float
+    """Stored value of white matter."""
+
+
+_SCANNERS = {"A": _Scanner(0.35, 0.03, 800), "B": _Scanner(0.5, 0.04, 600), "C": _Scanner(0.65, 0.05, 450)}
+
+
+def scan_image(anatomy: Anatomy, person: Person, visit: Visit, *, spacing_mm: float) -> NDArray[np.int16]:
+    """The T1 as it is stored, skull-stripped, (X, Y, Z)."""
+    rng = np.random.default_rng([*person.seed, 3, int(100 * visit.age)])
+    scanner = _SCANNERS[person.site]
+    lesion = _lesions(anatomy, visit.lesion_ml, spacing_mm, np.random.default_rng([*person.seed, 4]))
+    signal = (
+        anatomy.white_XYZ * (1 - _LESION_CONTRAST * lesion)
+        + anatomy.grey_XYZ * visit.grey_intensity
+        + anatomy.csf_XYZ * visit.csf_intensity
+    )
+    signal *= np.exp(_BIAS * smooth_field(signal.shape, spacing_mm, _BIAS_MM, rng))
+    signal = ndimage.gaussian_filter(signal, scanner.blur_voxels)
+    # Magnitude of a complex signal with Gaussian noise in both parts: Rician.
+    noise = scanner.noise * rng.standard_normal((2, *signal.shape), dtype=np.float32)
+    signal = np.hypot(signal + noise[0], noise[1])
+    return np.rint(scanner.scale * signal * brain_mask_of(anatomy)).astype(np.int16)
+
+
+def brain_mask_of(anatomy: Anatomy) -> Bool:
+    """Voxels that are mostly brain or CSF."""
+    return anatomy.brain() > 0.5
+
+
+def _lesions(anatomy: Anatomy, volume_ml: float, spacing_mm: float, rng: np.random.Generator) -> Float:
+    """White-matter lesions of this volume, in patches, near the ventricles first."""
+    patches = smooth_field(anatomy.white_XYZ.shape, spacing_mm, _LESION_MM, rng)
+    white = np.flatnonzero(anatomy.white_XYZ > 0.8)
+    number = min(round(volume_ml * 1000 / spacing_mm**3), white.size - 1)
+    if number < 1:
+        return np.zeros_like(patches)
+    proneness = patches.ravel()[white] - anatomy.ventricle_distance_XYZ.ravel()[white] / 12
+    chosen = white[np.argpartition(-proneness, number)[:number]]
+    lesion = np.zeros(patches.size, np.float32)
+    lesion[chosen] = 1
+    return ndimage.gaussian_filter(lesion.reshape(patches.shape), 0.7)

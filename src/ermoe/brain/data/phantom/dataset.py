@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe._version import __version__
-from ermoe.brain.data.phantom.anatomy import Anatomy, grow
-from ermoe.brain.data.phantom.atlas import atlas
+from ermoe.brain.data.phantom.anatomy import Anatomy, atlas, brain_mask_of, grow, scan_image
 from ermoe.brain.data.phantom.people import Person, Visit, draw_person
-from ermoe.brain.data.phantom.picture import brain_mask_of, scan_image
+from ermoe.brain.data.tables import write_text, write_tsv
 from ermoe.errors import UserError
 from ermoe.files import replacing, write_json
 
@@ -109,9 +108,9 @@ def _visit(root: Path, person: Person, visit: Visit, spacing_mm: float) -> dict[
     x, y, z = (round(edge / spacing_mm) for edge in _GRID_MM)
     anatomy = grow(atlas(), person, visit, shape=(x, y, z), spacing_mm=spacing_mm)
     image = scan_image(anatomy, person, visit, spacing_mm=spacing_mm)
-    for label, share in (("WM", anatomy.white_XYZ), ("GM", anatomy.grey_XYZ), ("CSF", anatomy.csf_XYZ)):
+    for tissue, share in anatomy.tissues().items():
         levels = np.rint(np.clip(share, 0, 1) * _SHARE_LEVELS).astype(np.uint8)
-        _write(maps / f"{name}_label-{label}_probseg.nii.gz", levels, anatomy.affine, slope=1 / _SHARE_LEVELS)
+        _write(maps / f"{name}_label-{tissue.upper()}_probseg.nii.gz", levels, anatomy.affine, slope=1 / _SHARE_LEVELS)
     _write(maps / f"{name}_desc-brain_mask.nii.gz", brain_mask_of(anatomy).astype(np.uint8), anatomy.affine)
     truth = _truth(anatomy, person, visit, spacing_mm)
     write_json(record, {"Type": "Brain", "Truth": truth})
@@ -121,16 +120,12 @@ def _visit(root: Path, person: Person, visit: Visit, spacing_mm: float) -> dict[
 
 def _truth(anatomy: Anatomy, person: Person, visit: Visit, spacing_mm: float) -> dict[str, Any]:
     voxel_ml = spacing_mm**3 / 1000
-    volumes = {
-        f"{name}_ml": round(float(share.sum()) * voxel_ml, 2)
-        for name, share in (("wm", anatomy.white_XYZ), ("gm", anatomy.grey_XYZ), ("csf", anatomy.csf_XYZ))
-    }
     return {
         "participant_id": person.participant_id,
         "session_id": visit.session_id or "n/a",
         "age": visit.age,
         "gap": round(visit.brain_age - visit.age, 3),
-        **volumes,
+        **{f"{name}_ml": round(float(share.sum()) * voxel_ml, 2) for name, share in anatomy.tissues().items()},
         "ventricle_percent": round(visit.ventricle_percent, 3),
         "lesion_ml": round(visit.lesion_ml, 3),
     }
@@ -180,57 +175,46 @@ _TRUTH = {
 
 def _write_tables(root: Path, people: Sequence[Person], truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
     """Everything but images."""
-    _text(root / "README", _README)
+    write_text(root / "README", _README)
     write_json(root / "participants.json", _COLUMNS)
     rows = [[p.participant_id, f"{p.visits[0].age:.2f}", p.sex, p.site, f"{p.icv_ml:.1f}"] for p in people]
-    _table(root / "participants.tsv", ["participant_id", "age", "sex", "site", "icv"], rows)
+    write_tsv(root / "participants.tsv", ["participant_id", "age", "sex", "site", "icv"], rows)
     if has_sessions:
         for person in people:
             visits = [[str(visit.session_id), f"{visit.age:.2f}"] for visit in person.visits]
-            path = root / person.participant_id / f"{person.participant_id}_sessions.tsv"
-            _table(path, ["session_id", "age"], visits)
-        write_json(root / "sessions.json", {"age": {"Description": "age at the visit", "Units": "years"}})
+            write_tsv(_sessions(root, person.participant_id), ["session_id", "age"], visits)
+        write_json(root / "sessions.json", {"age": _TRUTH["age"]})
     for name, purpose in (("synth", "masks and tissue maps"), ("truth", "what the scans truly show")):
-        write_json(root / "derivatives" / name / "dataset_description.json", _derivative(name, purpose))
-        _text(
-            root / "derivatives" / name / "README", f"Of a synthetic phantom cohort: {purpose}. Nobody was scanned.\n"
-        )
+        folder = root / "derivatives" / name
+        description = {
+            "Name": f"Synthetic phantom cohort: {purpose}",
+            "BIDSVersion": "1.10.0",
+            "DatasetType": "derivative",
+            "License": "CC0",
+            "GeneratedBy": [{"Name": f"ermoe-{name}"}],
+        }
+        write_json(folder / "dataset_description.json", description)
+        write_text(folder / "README", f"Of a synthetic phantom cohort: {purpose}. Nobody was scanned.\n")
     _write_truth(root / "derivatives" / "truth", truth, has_sessions=has_sessions)
+
+
+def _sessions(root: Path, participant_id: str) -> Path:
+    return root / participant_id / f"{participant_id}_sessions.tsv"
 
 
 def _write_truth(root: Path, truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
     """What each visit truly shows: a table of people, or of each person's sessions."""
-    columns = [name for name in truth[0] if name not in ("participant_id", "session_id")]
-    write_json(
-        root / ("sessions.json" if has_sessions else "phenotype/truth.json"), {name: _TRUTH[name] for name in columns}
-    )
-    by_person: dict[str, list[dict[str, Any]]] = {}
+    by_person: dict[str, list[list[str]]] = {}
     for record in truth:
-        by_person.setdefault(record["participant_id"], []).append(record)
+        first = record["session_id"] if has_sessions else record["participant_id"]
+        row = [first, *(str(record[name]) for name in _TRUTH)]
+        by_person.setdefault(record["participant_id"], []).append(row)
     if not has_sessions:
-        rows = [[person, *(str(first[name]) for name in columns)] for person, (first,) in by_person.items()]
-        _table(root / "phenotype" / "truth.tsv", ["participant_id", *columns], rows)
+        write_json(root / "phenotype" / "truth.json", _TRUTH)
+        rows = [row for rows in by_person.values() for row in rows]
+        write_tsv(root / "phenotype" / "truth.tsv", ["participant_id", *_TRUTH], rows)
         return
-    _table(root / "participants.tsv", ["participant_id"], [[person] for person in by_person])
-    for person, visits in by_person.items():
-        rows = [[visit["session_id"], *(str(visit[name]) for name in columns)] for visit in visits]
-        _table(root / person / f"{person}_sessions.tsv", ["session_id", *columns], rows)
-
-
-def _derivative(name: str, purpose: str) -> dict[str, Any]:
-    return {
-        "Name": f"Synthetic phantom cohort: {purpose}",
-        "BIDSVersion": "1.10.0",
-        "DatasetType": "derivative",
-        "License": "CC0",
-        "GeneratedBy": [{"Name": f"ermoe-{name}"}],
-    }
-
-
-def _table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    _text(path, "".join("\t".join(row) + "\n" for row in [columns, *rows]))
-
-
-def _text(path: Path, content: str) -> None:
-    with replacing(path) as draft:
-        draft.write_text(content, encoding="utf-8")
+    write_json(root / "sessions.json", _TRUTH)
+    write_tsv(root / "participants.tsv", ["participant_id"], [[person] for person in by_person])
+    for person, rows in by_person.items():
+        write_tsv(_sessions(root, person), ["session_id", *_TRUTH], rows)

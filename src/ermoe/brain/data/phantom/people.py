@@ -42,8 +42,6 @@ class Person:
     sex: Literal["M", "F"]
     site: str
     icv_ml: float
-    gap: float
-    """Brain age minus age; nothing but the images shows it."""
     visits: tuple[Visit, ...]
     seed: tuple[int, int]
     """Of the person's anatomy."""
@@ -79,9 +77,7 @@ def draw_person(
         )
         for visit in range(number)
     )
-    return Person(
-        f"sub-{index + 1:04d}", sex, _SITES[third if confounded else chance], icv_ml, gap, visits, (seed, index)
-    )
+    return Person(f"sub-{index + 1:04d}", sex, _SITES[third if confounded else chance], icv_ml, visits, (seed, index))
 
 
 def _visit(session_id: str | None, age: float, gap: float, traits: np.ndarray, tone: float) -> Visit:

@@ -1,4 +1,4 @@
-"""Timing several candidates fairly on a machine that others use too.
+"""Measuring candidates fairly on a machine that others use too: their times side by side, and the memory of each.
 
 Candidates take turns, in an order that rotates, so a slow minute hits all of them; what counts is each candidate's time
 over the reference's time *in the same round*. Medians and quartiles of these ratios are reported, never a single time.
@@ -6,12 +6,21 @@ over the reference's time *in the same round*. Medians and quartiles of these ra
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
+import torch
 from rich.progress import track
+
+Build = Callable[..., Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,20 @@ class Measurement:
     ratio: float
     ratio_low: float
     ratio_high: float
+
+
+def inferring(work: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    """``work(*arguments)`` without gradients, as a candidate.
+
+    >>> inferring(torch.is_inference_mode_enabled)()
+    True
+    """
+
+    @torch.inference_mode()
+    def run() -> object:
+        return work(*arguments)
+
+    return run
 
 
 def take_turns(
@@ -65,3 +88,39 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, low, high
+
+
+def peak_megabytes(build: Build, *arguments: Any) -> float:
+    """Peak growth of the resident set while the callable made by ``build(*arguments)`` runs. Linux only.
+
+    ``build`` runs in a fresh process, so it must be importable there. What it allocates itself (the parameters) and
+    what libraries set aside at the first run are not counted.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(there, build, arguments))
+    process.start()
+    there.close()
+    try:
+        grown = here.recv()
+    except EOFError as problem:
+        raise RuntimeError(f"the process that measures {build.__name__}{arguments} ended with no result") from problem
+    finally:
+        process.join()
+    return float(grown)
+
+
+def _measure(result: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
+    work = build(*arguments)
+    work()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # hand free memory back, so that the next run has to ask for it again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew here
+    before = _kilobytes("VmRSS")
+    work()
+    result.send((_kilobytes("VmHWM") - before) / 1024)
+
+
+def _kilobytes(entry: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:"))

@@ -1,26 +1,39 @@
-"""From the outputs of a network to ages: bins with an expectation, or a plain regression.
+"""From the outputs of a network to ages: bins with an expectation, or a plain regression; and their calibration.
 
 A head has no parameters of its own. It says how many outputs the network needs, what its loss is, and how its outputs
 are read; its numbers are stored beside the weights, since without them the weights mean nothing.
 
-Letters: B scans, K bins, Q quantiles.
+Calibration is linear: predicted = a + b · age is fitted where ages may be used, and undone where they may not. A
+calibrated prediction is (predicted − a) / b. It never sees the age it is to predict, keeps the order of predictions
+and so their correlation with age, and multiplies their noise by 1 / b: noise cannot be calibrated into accuracy. The
+other practice, subtracting α · age + β, uses the age of the very scan and makes any model look good; here it exists
+only as the age-residualised gap, a column for association tests, never a score.
+
+Letters: B and N scans, K bins, Q quantiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json
 
+POOLED = "pooled"
+_LEVEL = 0.9  # of the prediction intervals
 _LEAST_MASS = 1e-4  # of a bin, so that no age is impossible
+_SMALLEST_SLOPE = 0.2
+_SMALLEST_GROUP = 10
+"""People below which a sex has no line of its own and takes the pooled one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,10 @@ class AgeBins:
         share_BQ = (level_BQ - below_BQ) / (above_BQ - below_BQ).clamp_min(1e-12)
         return (self.low + self.step * (upper_BQ - 1 + share_BQ)).float()
 
+    def interval(self, probability_BK: Tensor) -> Tensor:
+        """Lower and upper limits (B, 2) between which 90 % of the probability lies, as much beyond either."""
+        return self.quantiles(probability_BK, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+
 
 @dataclass(frozen=True, slots=True)
 class AgeRegression:
@@ -169,11 +186,11 @@ class AgeRegression:
 AgeHead = AgeBins | AgeRegression
 
 
-def age_head(stored: Json, *, source: str) -> AgeHead:
+def stored_head(stored: Json, *, source: str) -> AgeHead:
     """The head that `ermoe.files.to_json` wrote.
 
     >>> from ermoe.files import to_json
-    >>> age_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
+    >>> stored_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
     True
     """
     if stored["kind"] == "regression":
@@ -193,3 +210,89 @@ def fit_temperature(bins: AgeBins, output_BK: Tensor, age_B: Tensor) -> float:
     candidates = torch.logspace(math.log10(0.2), math.log10(20), 81, dtype=torch.float64)
     losses = [F.cross_entropy(density / tau, bins.bin_of(age_B)) for tau in candidates]
     return float(candidates[int(torch.stack(losses).argmin())])
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """predicted = intercept + slope · age, as fitted on ``num_scans`` scans of ages ``lowest_age`` to
+    ``highest_age``.
+
+    The paper's own figures: its test predictions had slope .887 and intercept 9.026, its calibration b = .9347 and
+    a = 5.081.
+
+    >>> tuple(round(value, 3) for value in Line(5.081, 0.9347).applied_to(slope=0.887, intercept=9.026))
+    (0.949, 4.221)
+    """
+
+    intercept: float
+    slope: float
+    num_scans: int = 0
+    lowest_age: float = math.nan
+    highest_age: float = math.nan
+
+    @classmethod
+    def fit(cls, age_N: ArrayLike, predicted_N: ArrayLike) -> Line:
+        """Least squares; refuses a line so flat that undoing it would blow noise up more than five times."""
+        age = np.asarray(age_N, dtype=np.float64)
+        if len(age) < 3 or np.ptp(age) == 0:
+            raise UserError(f"a calibration needs at least three scans of different ages, not {len(age)}")
+        slope, intercept = np.polyfit(age, np.asarray(predicted_N, dtype=np.float64), 1)
+        if not slope >= _SMALLEST_SLOPE:
+            raise UserError(
+                f"calibration refused: predictions rise by {slope:.2f} years a year of age, and undoing a slope below "
+                f"{_SMALLEST_SLOPE} only multiplies noise; read the raw predictions"
+            )
+        return cls(float(intercept), float(slope), len(age), float(age.min()), float(age.max()))
+
+    def undo(self, predicted: ArrayLike) -> NDArray[np.float64]:
+        """(predicted − a) / b."""
+        return (np.asarray(predicted, dtype=np.float64) - self.intercept) / self.slope
+
+    def applied_to(self, *, slope: float, intercept: float) -> tuple[float, float]:
+        """What calibration makes of the slope and intercept of a set of predictions."""
+        return slope / self.slope, (intercept - self.intercept) / self.slope
+
+
+@dataclass(frozen=True, slots=True)
+class AgeCalibration:
+    """One pooled line and, where a sex has people enough, one for it."""
+
+    lines: Mapping[str, Line]
+
+    @classmethod
+    def fit(cls, age_N: ArrayLike, predicted_N: ArrayLike, sex_N: Sequence[str | None]) -> AgeCalibration:
+        """On predictions of scans whose ages may be used: of held-out folds, or of a validation split."""
+        age, predicted = np.asarray(age_N, dtype=np.float64), np.asarray(predicted_N, dtype=np.float64)
+        lines = {POOLED: Line.fit(age, predicted)}
+        for sex in sorted({sex for sex in sex_N if sex is not None}):
+            rows = np.array([other == sex for other in sex_N])
+            if rows.sum() >= _SMALLEST_GROUP:
+                try:
+                    lines[sex] = Line.fit(age[rows], predicted[rows])
+                except UserError:
+                    continue  # a sex whose own line is too flat keeps the pooled one
+        return cls(lines)
+
+    def pooled(self, predicted_N: ArrayLike) -> NDArray[np.float64]:
+        """With one line for all."""
+        return self.lines[POOLED].undo(predicted_N)
+
+    def by_sex(self, predicted_N: ArrayLike, sex_N: Sequence[str | None]) -> NDArray[np.float64]:
+        """With the line of each one's sex, or the pooled one."""
+        predicted = np.asarray(predicted_N, dtype=np.float64)
+        chosen = [self.lines.get(sex or POOLED, self.lines[POOLED]) for sex in sex_N]
+        return np.array([float(line.undo(value)) for line, value in zip(chosen, predicted, strict=True)])
+
+
+def age_residualised_gap(age_N: ArrayLike, predicted_N: ArrayLike) -> NDArray[np.float64]:
+    """The gap with its own straight trend over age removed: uncorrelated with age by construction, and no score.
+
+    >>> age_residualised_gap([50, 60, 70], [55, 60, 65]).round(6).tolist()
+    [0.0, 0.0, 0.0]
+    """
+    age, predicted = np.asarray(age_N, dtype=np.float64), np.asarray(predicted_N, dtype=np.float64)
+    gap = predicted - age
+    if len(age) < 3 or np.ptp(age) == 0:
+        return np.full_like(gap, np.nan)
+    slope, intercept = np.polyfit(age, gap, 1)
+    return gap - (intercept + slope * age)

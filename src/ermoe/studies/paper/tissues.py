@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,15 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
 from ermoe.errors import UserError
-from ermoe.studies.figures import mean
+from ermoe.studies.figures import Runs, mean
 from ermoe.studies.paper import brains
-from ermoe.studies.paper.study import Findings, Job, Record, Setup, Study
+from ermoe.studies.paper.setup import Setup
+from ermoe.studies.paper.study import Findings, every, study
+from ermoe.studies.record import Record
 from ermoe.train.run_folder import RunFolder, read_lines
 
-TISSUES = ("wm", "gm", "csf")
-QUOTED = {
+_TISSUES = ("wm", "gm", "csf")
+_TABLE_6 = {
     "wm": ("free_expert1 0.21, free_expert3 0.13", "wm_expert 0.87, free_expert1 0.21"),
     "gm": ("free_expert0 0.15, free_expert1 0.13", "gm_expert 0.79, wm_expert 0.54"),
     "csf": ("free_expert4 0.17, free_expert2 0.17", "csf_expert 0.91, gm_expert 0.47"),
@@ -25,14 +26,9 @@ QUOTED = {
 _PREFIX = "probe/"
 
 
-def jobs(setup: Setup) -> list[Job]:
-    """One run a seed."""
-    return [Job("ermoe", seed, partial(probe, setup, seed)) for seed in setup.each_seed()]
-
-
-def probe(setup: Setup, seed: int) -> dict[str, Any]:
+def probe(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     """Mean scores of tissues and experts at the last layer, by epoch, over folds."""
-    folder = brains.trained(setup, "ermoe", seed)
+    folder = brains.trained(setup, method, seed)
     found: dict[str, list[dict[str, float]]] = {}
     for fold in sorted((folder / "folds").iterdir()):
         lines = [line for line in read_lines(RunFolder(fold).metrics) if line["kind"] == "test"]
@@ -45,7 +41,7 @@ def probe(setup: Setup, seed: int) -> dict[str, Any]:
     return {when: {name: mean([line[name] for line in lines]) for name in lines[0]} for when, lines in found.items()}
 
 
-def scores(records: Sequence[Record], when: str, tissue: str) -> dict[str, float]:
+def _scores(records: Sequence[Record], when: str, tissue: str) -> dict[str, float]:
     """Mean score of every expert for a tissue over seeds, best first."""
     start = f"{_PREFIX}{tissue}/"
     known = [record["figures"].get(when, {}) for record in records]
@@ -54,28 +50,35 @@ def scores(records: Sequence[Record], when: str, tissue: str) -> dict[str, float
     return dict(sorted(values.items(), key=lambda item: -item[1]))
 
 
-def findings(setup: Setup, records: Sequence[Record]) -> Findings:
+@study(
+    "region-routing",
+    "experts that isolated tissues choose at the last layer",
+    "ADNI scans with one tissue left, at epochs 1, 5 and 300.",
+    brains.describe,
+    every(["ermoe"], probe),
+)
+def region_routing(runs: Runs) -> Findings:
     """The two best experts of every tissue, early and late."""
     header = ["tissue", "paper: epoch 1", "first probe", "paper: epoch 300", "last probe"]
     rows = []
-    for tissue in TISSUES:
+    for tissue in _TISSUES:
         cells = []
-        for when, quoted in zip(("first", "last"), QUOTED[tissue], strict=True):
-            best = list(scores(records, when, tissue).items())[:2]
+        for when, quoted in zip(("first", "last"), _TABLE_6[tissue], strict=True):
+            best = list(_scores(runs.records, when, tissue).items())[:2]
             cells += [quoted, ", ".join(f"{name} {value:.2f}" for name, value in best)]
         rows.append([tissue, *cells])
-    early, late = (own_first(records, when) for when in ("first", "last"))
+    early, late = (_own_first(runs.records, when) for when in ("first", "last"))
     sentences = [
         f"At the last probe {late} of 3 tissues score highest with their own expert; the paper has 3 of 3.",
         f"At the first probe it is {early} of 3: region experts start from their tissues here. The paper, whose region "
         "experts are pre-trained too, has free experts ahead at epoch 1.",
     ]
-    return Findings(header, rows, sentences, _maps(records))
+    return Findings(header, rows, sentences, _maps(runs.records))
 
 
-def own_first(records: Sequence[Record], when: str) -> int:
+def _own_first(records: Sequence[Record], when: str) -> int:
     """How many tissues score highest with their own expert."""
-    return sum(next(iter(scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in TISSUES)
+    return sum(next(iter(_scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in _TISSUES)
 
 
 def _maps(records: Sequence[Record]) -> Figure:
@@ -83,13 +86,13 @@ def _maps(records: Sequence[Record]) -> Figure:
     with plots.style():
         drawing = Figure(figsize=(2.9 * len(moments), 2.2), layout="constrained")
         for axes, when in zip(np.atleast_1d(drawing.subplots(1, len(moments))), moments, strict=True):
-            names = sorted(scores(records, when, "wm"), key=_position)
-            table = [[scores(records, when, tissue)[name] for name in names] for tissue in TISSUES]
+            names = sorted(_scores(records, when, "wm"), key=_position)
+            table = [[_scores(records, when, tissue)[name] for name in names] for tissue in _TISSUES]
             axes.imshow(table, cmap=plots.HEAT, vmin=0, vmax=1, aspect="auto")
             axes.set_xticks(
                 range(len(names)), [name.replace("_expert", " ") for name in names], rotation=90, fontsize=7
             )
-            axes.set_yticks(range(3), TISSUES)
+            axes.set_yticks(range(3), _TISSUES)
             axes.set_title(f"{when} probe")
             for (row, column), value in np.ndenumerate(np.array(table)):
                 colour = "#ffffff" if value > 0.55 else plots.INK
@@ -100,14 +103,4 @@ def _maps(records: Sequence[Record]) -> Figure:
 def _position(name: str) -> tuple[int, str]:
     """Tissues in their order, then free experts."""
     tissue = name.removesuffix("_expert")
-    return TISSUES.index(tissue) if tissue in TISSUES else len(TISSUES), name
-
-
-STUDY = Study(
-    "region-routing",
-    "experts that isolated tissues choose at the last layer",
-    "ADNI scans with one tissue left, at epochs 1, 5 and 300.",
-    brains.describe,
-    jobs,
-    findings,
-)
+    return _TISSUES.index(tissue) if tissue in _TISSUES else len(_TISSUES), name

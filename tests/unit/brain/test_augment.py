@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("monai")
 
+from ermoe.brain.batches import augmented
 from ermoe.brain.data.preprocess import normalise
-from ermoe.brain.data.settings import VolumeAugmentation
+from ermoe.brain.recipes import VolumeAugmentation
 from ermoe.errors import UserError
 from support.scans import head
 
@@ -21,7 +22,7 @@ def brain():
 
 
 def changed(augmentation, brain, index=0, epoch=0, seed=0):
-    return augmentation(*brain, seed=seed, epoch=epoch, index=index, spacing_mm=4.0)
+    return augmented(augmentation, *brain, (seed, epoch, index), 4.0)
 
 
 def test_it_is_a_function_of_seed_epoch_and_index(brain):

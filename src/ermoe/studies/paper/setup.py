@@ -1,0 +1,97 @@
+"""What a person asks of a study: plain settings, which a command line reads without waiting for torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import tyro
+from rich.console import Console
+
+from ermoe.errors import UserError
+
+if TYPE_CHECKING:
+    from ermoe.train.compute import Compute
+
+Scale = Literal["mini", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """On which data, at which scale, with how many seeds, and where to."""
+
+    data: str | None = None
+    """Folder of a data set of the kind that the list names; by default what comes with the library."""
+    scale: Scale = "mini"
+    """mini: minutes on two cores. full: the paper's sizes, on the data you name; for GPUs."""
+    seeds: int = 3
+    """How many seeds."""
+    pretrain: str | None = None
+    """few-shot, ablation: the images that features are learned from; by default half of the classes of --data."""
+    weights: str | None = None
+    """full: what models start from, a file with weights of a ViT, or "timm"."""
+    epochs: int | None = None
+    """Other than what the scale has, for a quick try; results go to a folder of their own."""
+    out: Path = Path("runs/paper")
+    """Folder for the records, a line a run, the table and the plot."""
+    work: Path = Path("runs/paper/trained")
+    """Folder for trained models, which studies share."""
+    threads: int = 0
+    """CPU threads; 0 leaves that to torch."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto is the accelerator if there is one."""
+    console: Annotated[Console, tyro.conf.Fixed, tyro.conf.Suppress] = field(default_factory=Console)
+
+    def __post_init__(self) -> None:
+        if self.scale not in get_args(Scale):
+            raise UserError(f"--scale {self.scale}: use one of {', '.join(get_args(Scale))}")
+        if self.seeds < 1:
+            raise UserError(f"--seeds {self.seeds}: need at least one")
+        if self.epochs is not None and self.epochs < 1:
+            raise UserError(f"--epochs {self.epochs}: need at least one")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the paper's own sizes are asked for."""
+        return self.scale == "full"
+
+    def compute(self, *, workers: int = 0) -> Compute:
+        """Where runs compute, and to whom they speak."""
+        from ermoe.train.compute import Compute, Processes, device_named
+
+        return Compute(Processes(device=device_named(self.device)), workers=workers, console=self.console)
+
+    def each_seed(self) -> range:
+        """1, 2, …"""
+        return range(1, self.seeds + 1)
+
+    @property
+    def in_seeds(self) -> str:
+        """How many, in words."""
+        return "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+
+    def trained(self, data: str) -> Path:
+        """The folder of models trained at this scale on ``data``, which all studies share."""
+        return self.work / f"{self.scale}-{data}{self._brief}"
+
+    def place(self, study: str) -> Path:
+        """The folder of a study: its name tells scale, data, what was learned before, and the budget."""
+        after = "" if self.pretrain is None else f"-after-{slug(self.pretrain)}"
+        start = "" if self.weights is None else f"-from-{slug(self.weights)}"
+        return self.out / study / f"{self.scale}-{slug(self.data or 'bundled')}{after}{start}{self._brief}"
+
+    @property
+    def _brief(self) -> str:
+        return "" if self.epochs is None else f"-{self.epochs}-epochs"
+
+
+def slug(name: str) -> str:
+    """A name as part of a file name.
+
+    >>> slug("data/cifar-10-batches-bin/"), slug("λ = 1e-05")
+    ('cifar-10-batches-bin', 'λ-1e-05')
+    """
+    last = name.rstrip("/").rsplit("/", 1)[-1]
+    return re.sub(r"[^\w.-]+", "-", last).strip("-")
