@@ -29,16 +29,16 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
+from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import svd
-from ermoe.models.equal_load import equal_load_offsets
 from ermoe.models.passes import evaluating, run
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, MoE, PrototypeScore, TopKRouter
 from ermoe.nn.scores import project
 
 MAX_TOKENS = 131_072
 _TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
-_TOKENS_TO_GROUP = 32_768
-_GROUPING_ROUNDS = 15
+_TOKENS_TO_GROUP = 16_384
+_GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _RIDGE = 1e-3  # of a mean variance
@@ -261,14 +261,49 @@ def fitted(ffn: FFN, x_TD: Tensor, width: int, rank: int | None = None) -> FFN:
     return ffn if network is ffn else replace(network, down=_solved(network, ffn, x_TD, rank))
 
 
+@torch.no_grad()
+def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]) -> list[float]:
+    """Mean ‖ŷ − y‖² a token of experts of each of the ``widths``, in closed form: what choosing a width costs.
+
+    With S the covariance of hidden units and k those that are kept, y loses tr W2ᵀ (S − S_·k S_kk⁻¹ S_k·) W2.
+    """
+    group_T = group(x_TD, num_experts, torch.Generator().manual_seed(0))
+    weight_HD = ffn.down.W.double()
+    total = [0.0] * len(widths)
+    for expert in range(num_experts):
+        own_TD = x_TD[group_T == expert]
+        if len(own_TD) == 0:
+            continue
+        moments = _Moments.over(ffn.hidden(x) for x in own_TD.split(_TOKENS_AT_ONCE))
+        covariance_HH = moments.covariance(centred=ffn.has_bias)
+        order_H = _by_part(covariance_HH, weight_HD)
+        whole = float(((covariance_HH @ weight_HD) * weight_HD).sum())
+        for number, width in enumerate(widths):
+            kept = order_H[:width]
+            seen_kD = covariance_HH[kept] @ weight_HD
+            solved_kD = torch.linalg.solve(_ridged(covariance_HH[kept][:, kept]), seen_kD)
+            lost = whole - float((solved_kD * seen_kD).sum())
+            total[number] += max(lost, 0.0) * len(own_TD) / len(x_TD)
+    return total
+
+
+def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
+    """Hidden units by how much their parts of the output, a_j W2_j, vary over the tokens, most first."""
+    return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
+
+
+def _ridged(covariance: Tensor) -> Tensor:
+    ridge = _RIDGE * covariance.diagonal().mean()
+    return covariance + ridge * torch.eye(len(covariance)).to(covariance)
+
+
 def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
     """The network with those ``width`` hidden units whose part of the output varies most over the tokens."""
     if width >= ffn.hidden_dim:
         return ffn
     moments = _Moments.over(ffn.hidden(x) for x in x_TD.split(_TOKENS_AT_ONCE))
-    variance_H = moments.covariance(centred=ffn.has_bias).diagonal()
-    part_H = variance_H * ffn.down.W.double().square().sum(1)
-    unit_H = part_H.topk(width).indices.sort().values
+    order_H = _by_part(moments.covariance(centred=ffn.has_bias), ffn.down.W)
+    unit_H = order_H[:width].sort().values
 
     def columns(linear: Linear) -> Linear:
         return Linear(linear.W[:, unit_H], None if linear.b is None else linear.b[unit_H])
@@ -280,8 +315,7 @@ def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
 def _cut(ffn: FFN, x_TD: Tensor, rank: int) -> FFN:
     """The network with entering weights of lower rank, cut in the metric ω."""
     moments = _Moments.over(x_TD.split(_TOKENS_AT_ONCE))
-    covariance_DD = moments.covariance(centred=ffn.has_bias)
-    covariance_DD.diagonal().add_(_RIDGE * covariance_DD.diagonal().mean())
+    covariance_DD = _ridged(moments.covariance(centred=ffn.has_bias))
     weight_H = ffn.down.W.double().square().sum(1)
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
     root_D = eigenvalue_D.clamp_min(1e-30).sqrt()
@@ -305,13 +339,14 @@ def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
     """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each."""
     entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
     totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
+    x_TD = x_TD[:_TOKENS_TO_GROUP]
     for x in x_TD.split(_TOKENS_AT_ONCE):
         with torch.enable_grad():
             pre = [linear(x).detach().requires_grad_() for linear in entries]
             hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
             slopes = torch.autograd.grad(hidden.sum(), pre)
         for total, slope in zip(totals, slopes, strict=True):
-            total += slope.double().square().sum(0)
+            total += slope.square().sum(0).double()
     return [total / len(x_TD) for total in totals]
 
 
@@ -323,8 +358,7 @@ def _solved(network: FFN, ffn: FFN, x_TD: Tensor, rank: int | None) -> Linear:
     covariance = joint.covariance(centred=ffn.has_bias)
     hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
     prior_HD = network.down.W.double()
-    ridged_HH = hidden_HH + _RIDGE * hidden_HH.diagonal().mean() * torch.eye(width).to(hidden_HH)
-    solved_HD = prior_HD + torch.linalg.solve(ridged_HH, hidden_output_HD - hidden_HH @ prior_HD)
+    solved_HD = prior_HD + torch.linalg.solve(_ridged(hidden_HH), hidden_output_HD - hidden_HH @ prior_HD)
     if rank is not None and rank < min(solved_HD.shape):
         # the R directions in which the outputs vary most
         principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
@@ -346,7 +380,7 @@ class _Moments:
         total = square = torch.zeros(())
         count = 0
         for rows in parts:
-            total = total + rows.double().sum(0)
+            total = total + rows.sum(0).double()
             square = square + (rows.mT @ rows).double()  # exact enough: a few thousand rows at once
             count += len(rows)
         return cls(total / count, square / count)

@@ -183,6 +183,8 @@ def upcycle(
     if init == "clusters":
         _refuse_to_group(router, calibration)
         layer_options = {"score": "prototype", "routing_basis": "shared"} | layer_options
+        if layer_options["routing_basis"] == "shared" and route_rank is None:
+            route_rank = max(8, num_experts)  # groups differ in E − 1 directions
     if "num_tokens" in options_of(router) and "slots_per_expert" not in layer_options:
         layer_options.setdefault("num_tokens", family.num_tokens(model))  # Soft MoE: as many slots as tokens
     sparsity = Sparsity(
