@@ -19,6 +19,8 @@ from ermoe.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("ermoe.studies.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
     "image": ("ermoe.cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "upcycle": ("ermoe.images.conversion:run_upcycle", "a dense ViT made sparse: exactly, or by groups of tokens"),
+    "slim": ("ermoe.images.conversion:run_slim", "a dense ViT made sparse and faster, within a budget of operations"),
     "brain": ("ermoe.brain.commands", "brain age from T1 scans: check, train, report, predict; research use only"),
     "inspect": ("ermoe.explore.commands", "see how the experts of one or more models are used, in one HTML file"),
     "retrieve": (

@@ -265,7 +265,8 @@ def fitted(ffn: FFN, x_TD: Tensor, width: int, rank: int | None = None) -> FFN:
 def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]) -> list[float]:
     """Mean ‖ŷ − y‖² a token of experts of each of the ``widths``, in closed form: what choosing a width costs.
 
-    With S the covariance of hidden units and k those that are kept, y loses tr W2ᵀ (S − S_·k S_kk⁻¹ S_k·) W2.
+    With S the covariance of hidden units, of which k are kept and mapped by B, it is
+    tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B).
     """
     group_T = group(x_TD, num_experts, torch.Generator().manual_seed(0))
     weight_HD = ffn.down.W.double()
@@ -280,9 +281,9 @@ def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]
         whole = float(((covariance_HH @ weight_HD) * weight_HD).sum())
         for number, width in enumerate(widths):
             kept = order_H[:width]
-            seen_kD = covariance_HH[kept] @ weight_HD
-            solved_kD = torch.linalg.solve(_ridged(covariance_HH[kept][:, kept]), seen_kD)
-            lost = whole - float((solved_kD * seen_kD).sum())
+            kept_kk, seen_kD = covariance_HH[kept][:, kept], covariance_HH[kept] @ weight_HD
+            solved_kD = _regression(kept_kk, seen_kD, prior=weight_HD[kept])
+            lost = whole - float((solved_kD * (2 * seen_kD - kept_kk @ solved_kD)).sum())
             total[number] += max(lost, 0.0) * len(own_TD) / len(x_TD)
     return total
 
@@ -290,6 +291,12 @@ def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]
 def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
     """Hidden units by how much their parts of the output, a_j W2_j, vary over the tokens, most first."""
     return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
+
+
+def _regression(covariance_HH: Tensor, with_output_HD: Tensor, prior: Tensor) -> Tensor:
+    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]."""
+    solved_HD: Tensor = torch.linalg.solve(_ridged(covariance_HH), with_output_HD - covariance_HH @ prior)
+    return prior + solved_HD
 
 
 def _ridged(covariance: Tensor) -> Tensor:
@@ -357,8 +364,7 @@ def _solved(network: FFN, ffn: FFN, x_TD: Tensor, rank: int | None) -> Linear:
     width = network.hidden_dim
     covariance = joint.covariance(centred=ffn.has_bias)
     hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
-    prior_HD = network.down.W.double()
-    solved_HD = prior_HD + torch.linalg.solve(_ridged(hidden_HH), hidden_output_HD - hidden_HH @ prior_HD)
+    solved_HD = _regression(hidden_HH, hidden_output_HD, prior=network.down.W.double())
     if rank is not None and rank < min(solved_HD.shape):
         # the R directions in which the outputs vary most
         principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]

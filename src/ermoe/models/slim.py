@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.files import StrPath
-from ermoe.models.backbones import FFN, SparseBlock, family_of
+from ermoe.models.backbones import FFN, SparseBlock, dense_network, family_of
 from ermoe.models.clusters import errors_of_widths, sample_tokens
 from ermoe.models.count import count
 from ermoe.models.passes import evaluating, images_of
 from ermoe.models.upcycle import upcycle
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
+from ermoe.train.loader import Loader
 
 _STEPS = 16  # widths are multiples of a sixteenth of the dense one
 _NOISE = 0.2  # of the deviation of an output, when its weight for the answers is measured
@@ -86,19 +87,22 @@ class Slimmed:
             f"| {layer.load_cv2:.3f} |"
             for layer in self.layers
         ]
-        summary = (
-            f"{self.share:.2f} of the dense operations, {self.parameters / self.dense_parameters:.1f} × the parameters; "
-            f"{self.agreement:.1%} of held-out images get the dense model's class."
-        )
-        return "\n".join([*rows, "", summary])
+        larger = self.parameters / self.dense_parameters
+        rows += [
+            "",
+            f"{self.share:.2f} of the dense operations, {larger:.1f} times the parameters; {self.agreement:.1%} of "
+            "held-out images get the dense model's class.",
+        ]
+        return "\n".join(rows)
 
 
 def slim(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Loader[Any],
     *,
     budget: float = 0.8,
     num_experts: int = 8,
+    calibration: Iterable[Any] | None = None,
     held_out: Iterable[Any] | None = None,
     folder: StrPath | None = None,
     compute: Compute | None = None,
@@ -112,6 +116,8 @@ def slim(
         batches: unlabelled images, a list of batches or a data loader.
         budget: operations of the slim model over those of the dense one, between 0 and 1.
         num_experts: of each layer. They cost memory, not operations.
+        calibration: batches by which widths are chosen and to which experts are fitted; by default ``batches``, which
+            may be augmented where these are not.
         held_out: other batches, on which the two are compared; by default the first few of ``batches``.
         folder: where checkpoints go, so that learning which was stopped goes on.
         compute: device, processes and console.
@@ -128,7 +134,11 @@ def slim(
         raise UserError(f"budget={budget}: need a share of the dense model's operations between 0 and 1, such as 0.8")
     device = (compute or Compute()).device
     model = model.to(device).eval()
-    widths = choose_widths(model, batches, budget, num_experts)
+    if calibration is None:
+        if isinstance(batches, Loader):
+            raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
+        calibration = batches
+    widths = choose_widths(model, calibration, budget, num_experts)
     slimmed = upcycle(
         model,
         blocks=list(widths),
@@ -137,7 +147,7 @@ def slim(
         top_k=1,
         experts="dense",
         init="clusters",
-        calibration=batches,
+        calibration=calibration,
         generator=torch.Generator().manual_seed(seed),
     )
     figures = distill(
@@ -240,8 +250,7 @@ def weights_of_layers(model: nn.Module, networks: dict[str, FFN], batch: Any) ->
                 energy.append(float(noise.square().sum(-1).mean()))  # noqa: B023
                 return out + noise
 
-            block: Any = blocks[name]
-            hook = block.mlp.register_forward_hook(disturb)
+            hook = dense_network(blocks[name]).register_forward_hook(disturb)
             try:
                 answer_BC = model(image).float().log_softmax(1)
             finally:

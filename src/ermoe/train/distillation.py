@@ -63,12 +63,12 @@ class Distillation:
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)}: need 0 or more")
 
-    def training(self, epochs: int, lr: float) -> Training:
+    def training(self, epochs: int, lr: float, batch_size: int) -> Training:
         """The numbers of the loop: plain AdamW without decay, bases retracted at the end of every epoch."""
         return Training(
             epochs=epochs,
-            batch_size=256,  # base_lr is the rate of 256 samples, so this makes it the rate itself
-            base_lr=lr,
+            batch_size=batch_size,
+            base_lr=lr * 256 / batch_size,  # which is the rate of 256 samples
             weight_decay=0.0,
             warmup_epochs=min(0.5, epochs / 10),
             ema=0.0,
@@ -82,7 +82,7 @@ class Distillation:
 def distill(
     model: nn.Module,
     teacher: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Loader[Any],
     *,
     held_out: Iterable[Any] | None = None,
     folder: StrPath | None = None,
@@ -124,12 +124,12 @@ def distill(
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         if chosen.layer_epochs:
             _freeze_all_but_experts(model)
-            settings = chosen.training(chosen.layer_epochs, chosen.layer_lr)
+            settings = chosen.training(chosen.layer_epochs, chosen.layer_lr, steps.batch_size)
             figures = fit(LayerByLayer(pair), settings, place / "layers", compute=compute)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(learns[name])
         if chosen.epochs:
-            settings = chosen.training(chosen.epochs, chosen.lr)
+            settings = chosen.training(chosen.epochs, chosen.lr, steps.batch_size)
             figures = fit(AsAWhole(pair), settings, place / "whole", compute=compute)
     pair.settle()
     model.eval()
@@ -158,6 +158,11 @@ class _Steps:
 
     def __len__(self) -> int:
         return self.batches.steps_per_epoch if isinstance(self.batches, Loader) else len(self.batches)
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a step."""
+        return len(images_of(next(self.epoch(0))))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Every step's batch from ``first_step`` on."""
