@@ -256,9 +256,10 @@ def fitted(ffn: FFN, x_TD: Tensor, width: int, rank: int | None = None) -> FFN:
     Full width and rank give the network itself.
     """
     network = _narrowed(ffn, x_TD, width)
-    if rank is not None and rank < min(network.up.W.shape):
-        network = _cut(network, x_TD, rank)
-    return ffn if network is ffn else replace(network, down=_solved(network, ffn, x_TD, rank))
+    if rank is None or rank >= min(network.up.W.shape):
+        return network
+    network = _cut(network, x_TD, rank)
+    return replace(network, down=_solved(network, ffn, x_TD, rank))
 
 
 @torch.no_grad()
@@ -305,18 +306,25 @@ def _ridged(covariance: Tensor) -> Tensor:
 
 
 def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
-    """The network with those ``width`` hidden units whose part of the output varies most over the tokens."""
+    """The network with those ``width`` hidden units whose part of the output varies most, and its last map solved."""
     if width >= ffn.hidden_dim:
         return ffn
     moments = _Moments.over(ffn.hidden(x) for x in x_TD.split(_TOKENS_AT_ONCE))
-    order_H = _by_part(moments.covariance(centred=ffn.has_bias), ffn.down.W)
-    unit_H = order_H[:width].sort().values
+    covariance_HH, weight_HD = moments.covariance(centred=ffn.has_bias), ffn.down.W.double()
+    kept = _by_part(covariance_HH, weight_HD)[:width].sort().values
+    # The dense outputs are a W2 + b2, so what is known of a is all that a regression on them needs.
+    with_output_kD = covariance_HH[kept] @ weight_HD
+    solved_kD = _regression(covariance_HH[kept][:, kept], with_output_kD, prior=weight_HD[kept])
+    bias = None
+    if ffn.has_bias:
+        bias = moments.mean @ weight_HD - moments.mean[kept] @ solved_kD
+        bias = (bias if ffn.down.b is None else bias + ffn.down.b).to(ffn.down.W.dtype)
 
     def columns(linear: Linear) -> Linear:
-        return Linear(linear.W[:, unit_H], None if linear.b is None else linear.b[unit_H])
+        return Linear(linear.W[:, kept], None if linear.b is None else linear.b[kept])
 
     gate = None if ffn.gate is None else columns(ffn.gate)
-    return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(ffn.down.W[unit_H], ffn.down.b))
+    return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(solved_kD.to(ffn.down.W.dtype), bias))
 
 
 def _cut(ffn: FFN, x_TD: Tensor, rank: int) -> FFN:
