@@ -28,7 +28,7 @@ def printed(folder):
     """What one run says; its files are in ``folder``."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
         patch.setenv("COLUMNS", "120")
-        patch.setattr("ermoe.studies.step_times._ROUNDS", 3)
+        patch.setattr("ermoe.studies.comparison._ROUNDS", 3)
         assert main(["demo", "--epochs", "1", "--out", str(folder), "--picture", str(folder / "demo.png")]) == 0
     return output.getvalue()
 
