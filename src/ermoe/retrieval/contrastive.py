@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 
 from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers
@@ -167,24 +168,8 @@ def contrastive_loss(
 
 def _gathered(feature_BD: Tensor) -> Tensor:
     """The features of all processes in the order of their ranks, (G, D); gradients find their way back."""
-    return _Gather.apply(feature_BD) if _is_shared() else feature_BD
-
-
-class _Gather(torch.autograd.Function):
-    """Every process used every feature, so a feature's gradient is the sum of what all processes ask of it."""
-
-    @staticmethod
-    def forward(ctx: Any, feature_BD: Tensor) -> Tensor:
-        ctx.size = len(feature_BD)
-        parts = [torch.empty_like(feature_BD) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, feature_BD.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad_GD = grads[0].clone()
-        dist.all_reduce(grad_GD)
-        return grad_GD[dist.get_rank() * ctx.size : (dist.get_rank() + 1) * ctx.size]
+    # Every process used every feature, so a feature's gradient is the sum of what all processes ask of it.
+    return torch.cat(all_gather(feature_BD.contiguous())) if _is_shared() else feature_BD
 
 
 def _is_shared() -> bool:

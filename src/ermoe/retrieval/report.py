@@ -138,8 +138,9 @@ def rank_curves(retrieval: Retrieval) -> Figure:
         cuts = np.unique(np.geomspace(1, ranks.num_candidates, 60).astype(int))
         share = np.searchsorted(rank_Q, cuts - 1, side="right") / len(rank_Q)
         lines[name] = Curve(cuts.tolist(), share.tolist())
+        # A name that begins with "_" stays out of the legend.
         near = cuts[cuts <= 1000].tolist()
-        lines[f"{name}, random order"] = Curve(near, [retrieval.chance(k)[side] for k in near], dashed=True)
+        lines[f"_{name}, random order"] = Curve(near, [retrieval.chance(k)[side] for k in near], dashed=True)
         colours += [colour, colour]
     return curves(lines, colours, Scale("first k candidates", "queries answered", percent=True, log_x=True))
 
