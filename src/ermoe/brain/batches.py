@@ -22,7 +22,7 @@ from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.inputs import VERSION, isolated_input, single_input, voxels
 from ermoe.brain.recipes import VolumeAugmentation
 from ermoe.data.order import Indices, hashed, uniform
-from ermoe.errors import UserError
+from ermoe.errors import UserError, library
 from ermoe.files import replacing, to_json
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
@@ -217,8 +217,4 @@ def _moments(values: Tensor) -> tuple[float, float]:
 
 
 def _monai() -> Any:
-    try:
-        import monai.transforms
-    except ImportError:
-        raise UserError("augmenting volumes needs MONAI: pip install 'ermoe[brain]'") from None
-    return monai.transforms
+    return library("monai.transforms", "augmenting volumes needs MONAI", "brain")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +31,11 @@ from ermoe.retrieval.presets import RetrievalRecipe
 from ermoe.retrieval.rivals.long_clip import primary_components
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
-from ermoe.train.loop import settle_on
+from ermoe.train.loop import Task, settle_on
 
 
-class Contrastive:
-    """Trains a CLIP with one caption an image and epoch; see `ermoe.train.loop.Task`.
+class Contrastive(Task):
+    """Trains a CLIP with one caption an image and epoch; batches and texts follow from the seed.
 
     With a frozen text tower every text is encoded once. The test split is no part of it.
     """
@@ -117,13 +116,6 @@ class Contrastive:
         text_TD = encode_tokens(self.clip, self._dev_TL, compute=self.compute)
         figures = retrieve(image_ID, text_TD, self.dev_set.text_to_image_T).figures()
         return {**figures, "scale": whole(self.clip.logit_scale).exp().item()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: batches and texts follow from the seed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def _check(recipe: RetrievalRecipe) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from ermoe.brain.data.scans import Problem, ScanError, Severity
-from ermoe.errors import UserError
+from ermoe.errors import library
 
 Double = NDArray[np.float64]
 Float = NDArray[np.float32]
@@ -78,11 +78,7 @@ def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[
 
 
 def _library() -> Any:
-    try:
-        import nibabel
-    except ImportError:
-        raise UserError("reading scans needs nibabel: pip install 'ermoe[brain]'") from None
-    return nibabel
+    return library("nibabel", "reading scans needs nibabel", "brain")
 
 
 def _open(path: Path, subject: str) -> Any:
