@@ -98,20 +98,6 @@ def paired_difference(
     return Figure(float(total[0] / total[1]), *_limits(drawn_D2[:, 0] / drawn_D2[:, 1]))
 
 
-def by_group(
-    group_N: Sequence[Hashable], people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, seed: int = 0
-) -> dict[Hashable, tuple[int, int, dict[str, Figure]]]:
-    """For every group, sorted, None as "n/a": its scans, its people, its figures."""
-    group_N = ["n/a" if group is None else group for group in group_N]
-    age_N, predicted_N, person_N = _as_array(age_N), _as_array(predicted_N), np.array([str(p) for p in people])
-    found = {}
-    for group in sorted(set(group_N), key=str):
-        rows = np.array([other == group for other in group_N])
-        own = bootstrap(person_N[rows].tolist(), age_N[rows], predicted_N[rows], seed=seed)
-        found[group] = (int(rows.sum()), len(set(person_N[rows])), own)
-    return found
-
-
 def decade(age: float) -> str:
     """
     >>> decade(64.3)

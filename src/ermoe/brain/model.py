@@ -273,8 +273,8 @@ def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
 
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
-    seen_BCXYZ, mask_BXYZ = network_input(model.input, *(part.unsqueeze(0) for part in voxels(volume)))
-    output_FBK = model.outputs(seen_BCXYZ, mask_BXYZ, folds)
+    seen_CXYZ, mask_XYZ = network_input(model.input, *voxels(volume))
+    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
     raw = float(model.ages(output_FBK)[0])
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")

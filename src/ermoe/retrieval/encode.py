@@ -113,13 +113,3 @@ def classify(
     feature_ND = encode_images(model, images, batch_size=batch_size, compute=compute)
     scale = model.logit_scale.detach().exp().cpu().to(feature_ND.dtype)
     return (scale * feature_ND @ feature_CD.mT).softmax(-1)
-
-
-def accuracy(chance_NC: Tensor, label_N: Tensor, *, top: int = 1) -> float:
-    """Share of images whose class is among the ``top`` most probable.
-
-    >>> accuracy(torch.tensor([[0.7, 0.3], [0.4, 0.6]]), torch.tensor([0, 0]))
-    0.5
-    """
-    best_NK = chance_NC.topk(min(top, chance_NC.shape[1])).indices
-    return float((best_NK == label_N.unsqueeze(1)).any(1).double().mean())

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from ermoe.brain.data.scans import Problem, ScanError, Severity
-from ermoe.errors import library
+from ermoe.errors import UserError
 
 Double = NDArray[np.float64]
 Float = NDArray[np.float32]
@@ -78,7 +78,11 @@ def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[
 
 
 def _library() -> Any:
-    return library("nibabel", "reading scans needs nibabel", "brain")
+    try:
+        import nibabel
+    except ImportError:
+        raise UserError("reading scans needs nibabel: pip install 'ermoe[brain]'") from None
+    return nibabel
 
 
 def _open(path: Path, subject: str) -> Any:
