@@ -29,7 +29,7 @@ from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.data.splits import holdout
 from ermoe.brain.estimation import Lesson
-from ermoe.brain.learning import learn, learn_regions, phantom_scans
+from ermoe.brain.learning import age_head, learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
 from ermoe.brain.regions import RegionProbe, expert_name, probe_regions
@@ -107,7 +107,7 @@ def figures_of_run(options: Options, kind: str, variant: str, seed: int, console
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
     train = replace(train, augmentation=chosen.augmentation, seed=seed, variants=1)
     probe = replace(test, regions=True)
-    head = chosen.age_head([])
+    head = age_head(chosen, [])
     network = begin(chosen, head, "random", archive, compute, train.ages())
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)

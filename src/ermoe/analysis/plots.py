@@ -83,12 +83,8 @@ def draw_load_curves(axes: Axes, load: Mapping[str, ArrayLike], colours: Sequenc
         marker = "o" if len(rank_E) <= 16 else ""
         axes.plot(rank_E, relative_E, marker, color=colour, linestyle="-", markersize=3.5, linewidth=1.8, label=name)
         highest = max(highest, float(relative_E[0]))
+    _scale(axes, Scale("experts, busiest first", "load / mean load", whole_x=True))
     axes.set_ylim(0, max(1.6, 1.08 * highest))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("experts, busiest first")
-    axes.set_ylabel("load / mean load")
-    axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
-    axes.set_axisbelow(True)
     if len(load) > 1:
         axes.legend(loc="upper right", ncols=1 if len(load) <= 6 else 2, handlelength=1.4, borderaxespad=0)
 

@@ -26,7 +26,7 @@ from ermoe.retrieval.captioned import CaptionedBatch, CaptionedImages, Captioned
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.encode import encode_images, encode_tokens, image_transform
-from ermoe.retrieval.figures import retrieve
+from ermoe.retrieval.figures import retrieve, wide
 from ermoe.retrieval.presets import RetrievalRecipe
 from ermoe.retrieval.rivals.long_clip import primary_components
 from ermoe.train.compute import Compute
@@ -149,8 +149,8 @@ def contrastive_loss(
     image_GD, text_GD = _gathered(image_BD), _gathered(text_BD)
     # At least float32: under autocast, half-precision logits of a large scale lose the small differences.
     with torch.autocast(image_BD.device.type, enabled=False):
-        from_image_BG = scale * _wide(image_BD) @ _wide(text_GD).mT
-        from_text_BG = scale * _wide(text_BD) @ _wide(image_GD).mT
+        from_image_BG = scale * wide(image_BD) @ wide(text_GD).mT
+        from_text_BG = scale * wide(text_BD) @ wide(image_GD).mT
         losses = [
             F.cross_entropy(logit_BG, target_B, label_smoothing=label_smoothing)
             for logit_BG in (from_image_BG, from_text_BG)
@@ -166,10 +166,6 @@ def _gathered(feature_BD: Tensor) -> Tensor:
 
 def _is_shared() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _wide(feature: Tensor) -> Tensor:
-    return feature if feature.dtype == torch.float64 else feature.float()
 
 
 @dataclass(frozen=True, slots=True)

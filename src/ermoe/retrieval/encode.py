@@ -19,6 +19,7 @@ from ermoe.data.order import evaluation_batches
 from ermoe.errors import UserError
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.towers import tokenise, trim
+from ermoe.retrieval.figures import wide
 from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader
 from ermoe.train.settings import NO_AUGMENTATION, Augmentation
@@ -78,8 +79,7 @@ def _where(model: CLIP) -> Compute:
 
 def _shared(feature: Tensor) -> Tensor:
     """Every process has filled its own rows, the others are zero."""
-    summed = sum_over_processes(feature).cpu()
-    return summed if summed.dtype == torch.float64 else summed.float()
+    return wide(sum_over_processes(feature).cpu())
 
 
 def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = _TEMPLATES) -> Tensor:

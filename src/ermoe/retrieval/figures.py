@@ -184,7 +184,7 @@ def rank(
     [0.0, 0.0]
     """
     _check(query_QD, candidate_CD, query_group_Q, candidate_group_C)
-    query_QD, candidate_CD = _at_least_float32(query_QD), _at_least_float32(candidate_CD)
+    query_QD, candidate_CD = wide(query_QD), wide(candidate_CD)
     place_QP = _right_places(query_group_Q, candidate_group_C)
     num_queries, num_candidates = len(query_QD), len(candidate_CD)
     above_Q, tied_Q, tied_before_Q = (torch.zeros(num_queries, dtype=torch.long) for _ in range(3))
@@ -267,7 +267,8 @@ def _check(query_QD: Tensor, candidate_CD: Tensor, query_group_Q: Tensor, candid
             raise UserError(f"the features of the {name} hold NaN or infinity: they cannot be ranked")
 
 
-def _at_least_float32(feature: Tensor) -> Tensor:
+def wide(feature: Tensor) -> Tensor:
+    """Features in float32 at least."""
     return feature if feature.dtype == torch.float64 else feature.float()
 
 
