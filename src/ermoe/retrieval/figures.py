@@ -110,8 +110,8 @@ class Retrieval:
         variants = {ties: self.figures(ties) for ties in ("middle", "for")}
         return {ties: figures for ties, figures in variants.items() if figures != strict}
 
-    def intervals(self, *, draws: int = 1000, seed: int = 0, level: float = 0.95) -> dict[str, tuple[float, float]]:
-        """Percentile intervals of the recalls and of RSUM, drawing images with their captions, with replacement.
+    def intervals(self, *, draws: int = 1000, seed: int = 0) -> dict[str, tuple[float, float]]:
+        """95 % intervals of the recalls and of RSUM, drawing images with their captions, with replacement.
 
         Captions of one image are not independent, so they are drawn together. The pool of candidates stays as it is.
         """
@@ -123,8 +123,7 @@ class Retrieval:
             texts = weight_I @ count_I
             row[:-1] = (weight_I @ hits_IF) / np.repeat([len(count_I), texts], len(CUTS))
             row[-1] = 100 * row[:-1].sum()
-        tail = (1 - level) / 2
-        low_F, high_F = np.quantile(drawn, (tail, 1 - tail), axis=0)
+        low_F, high_F = np.quantile(drawn, (0.025, 0.975), axis=0)
         return {
             name: (float(low), float(high)) for name, low, high in zip((*RECALLS, "rsum"), low_F, high_F, strict=True)
         }
