@@ -29,10 +29,10 @@ from ermoe.brain.data.cache import Archive
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.data.splits import holdout
 from ermoe.brain.estimation import Lesson
-from ermoe.brain.learning import learn, learn_regions, phantom_scans
+from ermoe.brain.learning import age_head, learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
 from ermoe.brain.recipes import Recipe, recipe
-from ermoe.brain.regions import RegionProbe, probe_regions
+from ermoe.brain.regions import RegionProbe, expert_name, probe_regions
 from ermoe.files import to_json
 from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name
@@ -107,7 +107,7 @@ def figures_of_run(options: Options, kind: str, variant: str, seed: int, console
     train, test = (ScanSet(volumes, splits.select(scans, 0, part), kind) for part in ("train", "test"))
     train = replace(train, augmentation=chosen.augmentation, seed=seed, variants=1)
     probe = replace(test, regions=True)
-    head = chosen.age_head([])
+    head = age_head(chosen, [])
     network = begin(chosen, head, "random", archive, compute, train.ages())
     if variant != "no warm start":
         regions = replace(train, regions=True, swapped=SWAPPED if variant == "swapped names" else None)
@@ -120,11 +120,21 @@ def figures_of_run(options: Options, kind: str, variant: str, seed: int, console
     probes[f"after {options.epochs} epochs"] = probe_regions(network, every_scan(probe))
     return {
         "people": {"train": len(train.scans), "held out": len(test.scans)},
-        "probes": {when: found.as_json() for when, found in probes.items()},
+        "probes": {when: as_json(found) for when, found in probes.items()},
         "own_first": {when: own_first(found, variant) for when, found in probes.items()},
         "held_out_mae": [line["test_mae"] for line in read_lines(folder / "metrics.jsonl") if "test_mae" in line],
         "recipe": to_json(gentle),
     }
+
+
+def as_json(found: RegionProbe) -> dict[str, Any]:
+    """Scores, tokens, and the two best experts of each tissue."""
+    best = {}
+    for tissue, score_E in zip(TISSUES, found.score_RE, strict=True):
+        order = score_E.argsort(descending=True, stable=True)[:2].tolist()
+        best[tissue] = [(expert_name(expert), float(score_E[expert])) for expert in order]
+    score = [[round(value, 4) for value in row] for row in found.score_RE.tolist()]
+    return {"score": score, "num_tokens": list(found.num_tokens), "top": best}
 
 
 def own_first(found: RegionProbe, variant: str) -> dict[str, bool]:

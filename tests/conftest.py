@@ -2,9 +2,6 @@
 
 import gc
 import os
-from pathlib import Path
-
-import pytest
 
 from ermoe import cpu
 
@@ -15,7 +12,6 @@ _LIMITED = cpu.limit()  # before torch is imported; what pytest starts inherits 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["support.fixtures"]
-TRAINING = Path(__file__).parent / "training"
 
 
 def pytest_sessionstart(session):
@@ -32,14 +28,3 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish(session):
     gc.unfreeze()
-
-
-def pytest_collection_modifyitems(items):
-    """Counting lines slows Python down by half: of parametrised tests in tests/training, the first case is enough."""
-    seen = set()
-    for item in items:
-        if hasattr(item, "callspec") and item.path.is_relative_to(TRAINING):
-            test = item.nodeid.partition("[")[0]
-            if test in seen:
-                item.add_marker(pytest.mark.no_cover)
-            seen.add(test)

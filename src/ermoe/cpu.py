@@ -73,7 +73,7 @@ def problem() -> str | None:
 
 def _dies() -> bool:
     """Whether products in half precision end a process with this environment, as the probe or its last verdict says."""
-    cpu = _describe()
+    cpu = described()
     if not (os.environ.get(PROBE) or " amx" in cpu["flags"]):
         return False
     known = b""
@@ -88,12 +88,12 @@ def _dies() -> bool:
     return code in _DEADLY
 
 
-def _describe() -> dict[str, str]:
+def described() -> dict[str, str]:
     """Model and flags of the first processor; empty where the system does not tell."""
     lines: list[str] = []
     with suppress(OSError), _CPU_INFO.open(encoding="utf-8", errors="replace") as file:
         lines.extend(takewhile(str.strip, file))  # an empty line ends a processor
-    told = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {name: told.get(name, "") for name in ("model name", "flags")}
 
 

@@ -262,6 +262,8 @@ def _restored(kind: Any, value: Any, source: str) -> Any:
     if origin is tuple and isinstance(value, list):
         each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(_restored(part, item, source) for part, item in zip(each, value, strict=True))
+    if origin is Mapping and isinstance(value, Mapping):
+        return {name: _restored(arguments[1], item, source) for name, item in value.items()}
     return value
 
 

@@ -62,7 +62,7 @@ def test_the_probe_passes_where_these_tests_run(dying, monkeypatch):
     """With the variable that the session may have needed."""
     monkeypatch.setenv(cpu.LIMIT, cpu.LIMITED)
     assert cpu.problem() is None
-    assert cpu._verdict_file(cpu._describe()).read_bytes() == b"works"
+    assert cpu._verdict_file(cpu.described()).read_bytes() == b"works"
 
 
 def test_what_dies_is_limited_and_said_once_and_remembered(dying, before_torch, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_command_says_it_once_and_runs(dying):
 @pytest.mark.parametrize(("rank", "said"), [("0", f"ermoe: {LIMITED}\n"), ("1", "")])
 def test_of_many_processes_one_says_it(dying, before_torch, rank, said, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr("ermoe.cli.info.run", lambda argv: print(os.environ[cpu.LIMIT]))
+    monkeypatch.setattr("ermoe.cli.info.Info", lambda argv: print(os.environ[cpu.LIMIT]))
     assert main(["info", "tiny-ti16"]) == 0
     assert capsys.readouterr() == (f"{cpu.LIMITED}\n", said)
 

@@ -38,15 +38,6 @@ def max_load(load_E: Tensor) -> Tensor:
     return load_E.max() / load_E.mean()
 
 
-def fell_back(score_TE: Tensor, threshold: float) -> Tensor:
-    """Whether no expert's plain score reaches the threshold, (T,). The mean is the fallback rate.
-
-    >>> fell_back(torch.tensor([[0.4, 0.1], [0.5, 0.1]]), threshold=0.5).tolist()
-    [True, False]
-    """
-    return score_TE.amax(-1) < threshold
-
-
 def tail_masses(score_TE: Tensor, threshold: float) -> Tensor:
     """Share of the weight above the threshold that lies beyond the k best, for every k from 1 to E, (T, E).
 
@@ -61,15 +52,6 @@ def tail_masses(score_TE: Tensor, threshold: float) -> Tensor:
     above_TE = torch.where(score_TE > threshold, score_TE, 0).sort(-1, descending=True).values
     from_TE = above_TE.flip(-1).cumsum(-1).flip(-1)  # what the k-th best and all after it have
     return torch.nn.functional.pad(from_TE[:, 1:], (0, 1)) / from_TE[:, :1]
-
-
-def tail_mass(score_TE: Tensor, threshold: float, top_k: int) -> Tensor:
-    """Column ``top_k`` of `tail_masses`, (T,): what a choice of ``top_k`` experts leaves out.
-
-    >>> tail_mass(torch.tensor([[0.9, 0.6, 0.5, 0.2], [0.1, 0.2, 0.3, 0.4]]), threshold=0.4, top_k=2).tolist()
-    [0.25, nan]
-    """
-    return tail_masses(score_TE, threshold)[:, min(top_k, score_TE.shape[-1]) - 1]
 
 
 def margin(score_TE: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ Letters: E experts, C classes, B bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 import matplotlib
@@ -19,7 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
-INK, MUTED, LINE, ACCENT = "#1c2230", "#667085", "#d0d5dd", "#0f766e"
+_LOOK = matplotlib.rc_params_from_file(str(files("ermoe.analysis") / "figures.mplstyle"), use_default_template=False)
+INK, MUTED, LINE = (str(_LOOK[name]) for name in ("text.color", "axes.labelcolor", "axes.edgecolor"))
+ACCENT = "#0f766e"
 _EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"]
 HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
@@ -30,26 +33,15 @@ _MAPS_A_ROW = 3
 
 def style() -> AbstractContextManager[None]:
     """The look of all figures, as a context to draw in."""
-    return matplotlib.rc_context(
-        {
-            "font.size": 9,
-            "axes.edgecolor": LINE,
-            "axes.labelcolor": MUTED,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.titlecolor": INK,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 10,
-            "legend.frameon": False,
-            "legend.fontsize": 8.5,
-            "legend.labelcolor": INK,
-            "text.color": INK,
-            "xtick.color": LINE,
-            "xtick.labelcolor": MUTED,
-            "ytick.color": LINE,
-            "ytick.labelcolor": MUTED,
-        }
-    )
+    return matplotlib.rc_context(_LOOK)
+
+
+@contextmanager
+def panel(height: float) -> Iterator[tuple[Figure, Axes]]:
+    """A figure with one pair of axes, as wide as a phone and ``height`` inches high, as a context to draw in."""
+    with style():
+        drawing = Figure(figsize=(4.1, height), layout="constrained")
+        yield drawing, drawing.subplots()
 
 
 def expert_colours(num_experts: int) -> list[str]:
@@ -76,9 +68,8 @@ def depth_colours(num_layers: int) -> list[str]:
 
 def load_curves(load: Mapping[str, ArrayLike], colours: Sequence[str]) -> Figure:
     """Each expert's load over the mean load, experts sorted by usage, a line for each entry of ``load``."""
-    with style():
-        drawing = Figure(figsize=(4.1, 3.1), layout="constrained")
-        draw_load_curves(drawing.subplots(), load, colours)
+    with panel(3.1) as (drawing, axes):
+        draw_load_curves(axes, load, colours)
     return drawing
 
 
@@ -92,12 +83,8 @@ def draw_load_curves(axes: Axes, load: Mapping[str, ArrayLike], colours: Sequenc
         marker = "o" if len(rank_E) <= 16 else ""
         axes.plot(rank_E, relative_E, marker, color=colour, linestyle="-", markersize=3.5, linewidth=1.8, label=name)
         highest = max(highest, float(relative_E[0]))
+    _scale(axes, Scale("experts, busiest first", "load / mean load", whole_x=True))
     axes.set_ylim(0, max(1.6, 1.08 * highest))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("experts, busiest first")
-    axes.set_ylabel("load / mean load")
-    axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
-    axes.set_axisbelow(True)
     if len(load) > 1:
         axes.legend(loc="upper right", ncols=1 if len(load) <= 6 else 2, handlelength=1.4, borderaxespad=0)
 
@@ -116,10 +103,8 @@ def sorted_load(load_E: ArrayLike) -> NDArray[np.float64]:
 def class_map(count_CE: ArrayLike, class_names: Sequence[str]) -> Figure:
     """For every class, the share of its tokens' choices that went to each expert; rows sum to 1."""
     share_CE = class_shares(count_CE)
-    with style():
-        height = 0.7 + min(0.25 * len(share_CE), 7.0)
-        drawing = Figure(figsize=(4.1, height), layout="constrained")
-        draw_class_map(drawing.subplots(), share_CE, class_names)
+    with panel(0.7 + min(0.25 * len(share_CE), 7.0)) as (drawing, axes):
+        draw_class_map(axes, share_CE, class_names)
     return drawing
 
 
@@ -179,9 +164,7 @@ class Scale:
 
 def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> Figure:
     """All lines in one picture, with a legend where there is more than one."""
-    with style():
-        drawing = Figure(figsize=(4.1, 2.9), layout="constrained")
-        axes = drawing.subplots()
+    with panel(2.9) as (drawing, axes):
         for (name, line), colour in zip(lines.items(), colours, strict=True):
             look: dict[str, Any] = {"color": colour, "linewidth": 1.6, "markersize": 3.5, "label": name}
             look["marker"] = "o" if line.marked else None
@@ -222,9 +205,8 @@ def score_ridges(histograms: Mapping[str, tuple[ArrayLike, ArrayLike, float | No
 
     Each entry holds counts of equal bins on [−1, 1] (all scores, best scores) and T. All rows share one axis.
     """
-    with style():
-        drawing = Figure(figsize=(4.1, 0.8 + 0.52 * max(len(histograms), 3)), layout="constrained")
-        _draw_ridges(drawing.subplots(), histograms)
+    with panel(0.8 + 0.52 * max(len(histograms), 3)) as (drawing, axes):
+        _draw_ridges(axes, histograms)
     return drawing
 
 
@@ -293,9 +275,7 @@ def _others(overlap_EE: ArrayLike) -> NDArray[np.float64]:
 def orthonormality_bars(errors: Mapping[str, float]) -> Figure:
     """‖UᵀU − I‖₂ of every stack of bases on a logarithmic scale, the worst expert's."""
     names, floor = list(errors), 1e-9
-    with style():
-        drawing = Figure(figsize=(4.1, 0.7 + 0.2 * len(names)), layout="constrained")
-        axes = drawing.subplots()
+    with panel(0.7 + 0.2 * len(names)) as (drawing, axes):
         width = [max(errors[name], floor) for name in names]
         axes.barh(range(len(names)), width, color=ACCENT, height=0.6)
         axes.set_xscale("log")

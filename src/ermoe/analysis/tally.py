@@ -48,33 +48,15 @@ class Totals:
 
     @classmethod
     def zeros(cls, num_experts: int, num_classes: int, device: torch.device) -> Totals:
-        """Nothing seen yet."""
-
-        def count(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
-        def total(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=_sum_dtype(device), device=device)
-
-        return cls(
-            num_tokens=count(),
-            num_unserved=count(),
-            num_dropped=count(),
-            num_near_zero=count(),
-            num_judged=count(),
-            num_fell_back=count(),
-            num_scored=count(),
-            num_above=count(),
-            margin_sum=total(),
-            spread_sum=total(),
-            tail_sum_E=total(num_experts),
-            count_E=count(num_experts),
-            weight_E=total(num_experts),
-            score_B=count(NUM_BINS),
-            best_score_B=count(NUM_BINS),
-            count_CE=count(num_classes + 1, num_experts),
-            weight_CE=total(num_classes + 1, num_experts),
-        )
+        """Nothing seen yet: shapes are the letters of the names, and what is neither a sum nor a weight is counted."""
+        size = {"C": num_classes + 1, "E": num_experts, "B": NUM_BINS}
+        zeros = {}
+        for name in (field.name for field in fields(cls)):
+            letters = name.rpartition("_")[2]
+            shape = [size[letter] for letter in letters] if letters.isupper() else []
+            dtype = _sum_dtype(device) if "_sum" in name or name.startswith("weight") else torch.long
+            zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(**zeros)
 
     def cpu(self) -> Totals:
         """A copy on the host; this is where the device is waited for."""

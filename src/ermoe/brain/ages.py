@@ -141,11 +141,8 @@ class AgeBins:
         """
         cumulative_BK = F.pad(probability_BK.double().cumsum(1), (1, 0))
         cumulative_BK = cumulative_BK / cumulative_BK[:, -1:]
-        level_BQ = torch.tensor(levels, dtype=torch.float64).expand(len(probability_BK), -1).contiguous()
-        upper_BQ = torch.searchsorted(cumulative_BK, level_BQ).clamp(1, self.num_outputs)
-        below_BQ, above_BQ = cumulative_BK.gather(1, upper_BQ - 1), cumulative_BK.gather(1, upper_BQ)
-        share_BQ = (level_BQ - below_BQ) / (above_BQ - below_BQ).clamp_min(1e-12)
-        return (self.low + self.step * (upper_BQ - 1 + share_BQ)).float()
+        rows = [np.interp(levels, cumulative_K, self.edges()) for cumulative_K in cumulative_BK.numpy()]
+        return torch.tensor(np.stack(rows)).float()
 
     def interval(self, probability_BK: Tensor) -> Tensor:
         """Lower and upper limits (B, 2) between which 90 % of the probability lies, as much beyond either."""

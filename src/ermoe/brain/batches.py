@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ermoe.brain.data.cache import VolumeCache
 from ermoe.brain.data.scans import TISSUES, Scan
-from ermoe.brain.inputs import VERSION, isolated_input, single_input, voxels
+from ermoe.brain.inputs import VERSION, isolated_input, network_input, voxels
 from ermoe.brain.recipes import VolumeAugmentation
 from ermoe.data.order import Indices, hashed, uniform
-from ermoe.errors import UserError
+from ermoe.errors import UserError, library
 from ermoe.files import replacing, to_json
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
@@ -109,7 +109,7 @@ class ScanSet:
         t1, mask = voxels(volume)
         if self.augmentation is not None:
             t1, mask = augmented(self.augmentation, t1, mask, drawn, self.cache.preprocessing.spacing_mm)
-        return single_input(self.kind, t1, mask)
+        return network_input(self.kind, t1, mask)
 
     def _kept(self, scan: Scan, region: int | None, drawn: _Drawn) -> tuple[Tensor, Tensor]:
         """The same from a file, which is made the first time it is asked for.
@@ -217,8 +217,4 @@ def _moments(values: Tensor) -> tuple[float, float]:
 
 
 def _monai() -> Any:
-    try:
-        import monai.transforms
-    except ImportError:
-        raise UserError("augmenting volumes needs MONAI: pip install 'ermoe[brain]'") from None
-    return monai.transforms
+    return library("monai.transforms", "augmenting volumes needs MONAI", "brain")

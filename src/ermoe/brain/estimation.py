@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,14 @@ from ermoe.data.order import Order
 from ermoe.files import Json
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
+from ermoe.train.loop import Task, TrainingData
 
 _WATCHED = ("mae", "rmse", "r", "slope")
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """One stage of a network's learning; see `ermoe.train.loop.TrainingData`.
+class Lesson(TrainingData):
+    """One stage of a network's learning.
 
     Args:
         network: what learns: outputs (B, K) of volumes and masks, as many as ``head`` reads.
@@ -46,13 +46,12 @@ class Lesson:
         """Which stage it is; whose scans they are, the run that it belongs to has written down."""
         return {"stage": "region warm start" if self.train.regions else "whole scans"}
 
-    def beside(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
+class Estimation(Task):
+    """Trains the network of a lesson to tell ages.
 
-class Estimation:
-    """Trains the network of a lesson to tell ages; see `ermoe.train.loop.Task`."""
+    Offsets stay those of training, whose augmentation leaves scans much as they are.
+    """
 
     goal = "minus_validation_mae"
 
@@ -101,16 +100,6 @@ class Estimation:
         if "validation_mae" in errors:
             errors[self.goal] = -errors["validation_mae"]
         return errors
-
-    def settle(self) -> None:
-        """Offsets stay those of training, whose augmentation leaves scans much as they are."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take back."""
 
 
 def hidden_cubes(mask_BXYZ: Tensor, patch_size: int, share: float) -> Tensor:

@@ -161,7 +161,7 @@ def start(
     """
     if init == "phantom":
         return learn_phantoms(recipe, head, archive, compute)
-    network: Any = recipe.build(head)
+    network: Any = build(recipe, head)
     if init == "random":
         with torch.no_grad():
             network.head.weight.zero_()

@@ -1,9 +1,9 @@
 """How good predicted ages are, with intervals from resampling people.
 
-Every figure is a function of a few sums over scans, so a resampling of people is a product of two matrices: how often
-each person was drawn, and each person's sums.
+Every figure is a function of a few means over scans, so resampling people is a product: how often each scan was drawn,
+and what is known of it.
 
-Letters: N scans, P people, S sums, D draws.
+Letters: N scans, P people, D draws.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def figures(age_N: ArrayLike, predicted_N: ArrayLike) -> dict[str, float]:
     >>> round(found["mae"], 3), round(found["slope"], 3), round(found["gap_age_r"], 3)
     (1.333, 0.8, -1.0)
     """
-    sums_1S = _sums(_as_array(age_N), _as_array(predicted_N)).sum(0, keepdims=True)
-    return {name: float(value[0]) for name, value in _from_sums(sums_1S).items()}
+    age_N, predicted_N = _as_array(age_N), _as_array(predicted_N)
+    found = _figures(np.ones((1, len(age_N))), age_N, predicted_N)
+    return {name: float(value[0]) for name, value in found.items()}
 
 
 def bootstrap(
@@ -76,10 +77,9 @@ def bootstrap(
     """
     age_N, predicted_N = _as_array(age_N), _as_array(predicted_N)
     values = figures(age_N, predicted_N)
-    sums_PS = _per_person(people, _sums(age_N, predicted_N))
-    if len(sums_PS) < 2:
+    if len(set(people)) < 2:
         return {name: Figure(value, np.nan, np.nan) for name, value in values.items()}
-    drawn = _from_sums(_times_drawn(len(sums_PS), draws, seed) @ sums_PS)
+    drawn = _figures(_times_drawn(people, draws, seed), age_N, predicted_N)
     return {name: Figure(values[name], *_limits(drawn[name])) for name in values}
 
 
@@ -92,24 +92,8 @@ def paired_difference(
     '-1.00 [-1.00, -1.00]'
     """
     difference_N = np.abs(_as_array(error_a_N)) - np.abs(_as_array(error_b_N))
-    sums_P2 = _per_person(people, np.stack([difference_N, np.ones_like(difference_N)], axis=1))
-    drawn_D2 = _times_drawn(len(sums_P2), draws, seed) @ sums_P2
-    total = sums_P2.sum(0)
-    return Figure(float(total[0] / total[1]), *_limits(drawn_D2[:, 0] / drawn_D2[:, 1]))
-
-
-def by_group(
-    group_N: Sequence[Hashable], people: Sequence[Hashable], age_N: ArrayLike, predicted_N: ArrayLike, *, seed: int = 0
-) -> dict[Hashable, tuple[int, int, dict[str, Figure]]]:
-    """For every group, sorted, None as "n/a": its scans, its people, its figures."""
-    group_N = ["n/a" if group is None else group for group in group_N]
-    age_N, predicted_N, person_N = _as_array(age_N), _as_array(predicted_N), np.array([str(p) for p in people])
-    found = {}
-    for group in sorted(set(group_N), key=str):
-        rows = np.array([other == group for other in group_N])
-        own = bootstrap(person_N[rows].tolist(), age_N[rows], predicted_N[rows], seed=seed)
-        found[group] = (int(rows.sum()), len(set(person_N[rows])), own)
-    return found
+    times_DN = _times_drawn(people, draws, seed)
+    return Figure(float(difference_N.mean()), *_limits(times_DN @ difference_N / times_DN.sum(1)))
 
 
 def decade(age: float) -> str:
@@ -121,30 +105,32 @@ def decade(age: float) -> str:
     return f"{first}–{first + 9}"
 
 
-def _sums(age_N: Array, predicted_N: Array) -> Array:
-    gap_N = predicted_N - age_N
-    columns = [np.ones_like(age_N), np.abs(gap_N), gap_N, gap_N**2, age_N, age_N**2]
-    return np.stack([*columns, predicted_N, predicted_N**2, age_N * predicted_N, age_N * gap_N], axis=1)
+def _figures(times_DN: Array, age_N: Array, predicted_N: Array) -> dict[str, Array]:
+    """Every figure of D samples that hold each scan so many times.
 
+    All are functions of means. Ages need not be centred, since float64 has digits enough for them.
+    """
+    gap_N, total_D = predicted_N - age_N, times_DN.sum(1)
 
-def _from_sums(sums_DS: Array) -> dict[str, Array]:
-    """Every figure of D samples; ages need not be centred, since float64 has digits enough for them."""
-    mean = (sums_DS / sums_DS[:, :1]).T
-    _, absolute, gap, squared_gap, age, squared_age, predicted, squared_predicted, product, age_gap = mean
-    age_variance = np.maximum(squared_age - age**2, 0)
-    predicted_variance = np.maximum(squared_predicted - predicted**2, 0)
-    gap_variance = np.maximum(squared_gap - gap**2, 0)
-    covariance = product - age * predicted
-    slope = _ratio(covariance, age_variance)
+    def mean(value_N: Array) -> Array:
+        return times_DN @ value_N / total_D
+
+    def covariance(a_N: Array, b_N: Array) -> Array:
+        return mean(a_N * b_N) - mean(a_N) * mean(b_N)
+
+    age_variance, predicted_variance, gap_variance = (
+        np.maximum(covariance(value_N, value_N), 0) for value_N in (age_N, predicted_N, gap_N)
+    )
+    slope = _ratio(covariance(age_N, predicted_N), age_variance)
     return {
-        "mae": absolute,
-        "rmse": np.sqrt(squared_gap),
-        "r2": 1 - _ratio(squared_gap, age_variance),
-        "r": _ratio(covariance, np.sqrt(age_variance * predicted_variance)),
-        "gap_age_r": _ratio(age_gap - age * gap, np.sqrt(age_variance * gap_variance)),
+        "mae": mean(np.abs(gap_N)),
+        "rmse": np.sqrt(mean(gap_N**2)),
+        "r2": 1 - _ratio(mean(gap_N**2), age_variance),
+        "r": _ratio(covariance(age_N, predicted_N), np.sqrt(age_variance * predicted_variance)),
+        "gap_age_r": _ratio(covariance(age_N, gap_N), np.sqrt(age_variance * gap_variance)),
         "slope": slope,
-        "intercept": predicted - slope * age,
-        "bias": gap,
+        "intercept": mean(predicted_N) - slope * mean(age_N),
+        "bias": mean(gap_N),
     }
 
 
@@ -152,16 +138,12 @@ def _ratio(above: Array, below: Array) -> Array:
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 1e-9)
 
 
-def _per_person(people: Sequence[Hashable], values_NS: Array) -> Array:
-    number = {person: row for row, person in enumerate(dict.fromkeys(people))}
-    total_PS = np.zeros((len(number), values_NS.shape[1]))
-    np.add.at(total_PS, [number[person] for person in people], values_NS)
-    return total_PS
-
-
-def _times_drawn(num_people: int, draws: int, seed: int) -> Array:
-    equal = np.full(num_people, 1 / num_people)
-    return np.random.default_rng(seed).multinomial(num_people, equal, size=draws).astype(np.float64)
+def _times_drawn(people: Sequence[Hashable], draws: int, seed: int) -> Array:
+    """How often each draw of people holds each scan, (D, N): all scans of a person are drawn together."""
+    number = {person: place for place, person in enumerate(dict.fromkeys(people))}
+    equal = np.full(len(number), 1 / len(number))
+    times_DP = np.random.default_rng(seed).multinomial(len(number), equal, size=draws).astype(np.float64)
+    return times_DP[:, [number[person] for person in people]]
 
 
 def _limits(drawn_D: Array) -> tuple[float, float]:

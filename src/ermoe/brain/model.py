@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe._version import __version__
-from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, Line, stored_head
+from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
 from ermoe.brain.inputs import network_input, voxels
@@ -35,9 +35,6 @@ _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
-_PLAIN = (
-    "head", "input", "preprocessing", "patch_size", "age_range", "mask_sources", "temperature", "facts", "parts",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +120,10 @@ class BrainAgeModel:
         folder = Path(folder)
         for name, network in self.networks.items():
             save(network, folder / name)
-        description = {
-            "format": _FORMAT,
-            "ermoe_version": __version__,
-            "folds": list(self.networks),
-            "calibration": _stored(self.calibration),
-            "calibration_of_fold": {fold: _stored(own) for fold, own in self.calibration_of_fold.items()},
-            **{name: to_json(getattr(self, name)) for name in _PLAIN},
-        }
+        plain = {field.name: to_json(getattr(self, field.name)) for field in fields(self) if field.name != "networks"}
+        description = {"format": _FORMAT, "ermoe_version": __version__, "folds": list(self.networks), **plain}
+        description["calibration"] = _lines(self.calibration)
+        description["calibration_of_fold"] = {fold: _lines(own) for fold, own in self.calibration_of_fold.items()}
         write_json(folder / _DESCRIPTION, description)
 
     @classmethod
@@ -138,35 +131,24 @@ class BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
         run = RunFolder(Path(place))
         folder = run.final if run.config.is_file() else run.folder
-        description = _read(folder / _DESCRIPTION)
-        source = str(folder / _DESCRIPTION)
-        low, high = description["age_range"]
-        return cls(
-            networks={name: load(folder / name, device=device).eval() for name in description["folds"]},
-            preprocessing=from_json(Preprocessing, description["preprocessing"], source=source),
-            head=stored_head(description["head"], source=source),
-            input=description["input"],
-            patch_size=description["patch_size"],
-            parts={person: tuple(parts) for person, parts in description["parts"].items()},
-            age_range=(low, high),
-            mask_sources=tuple(description["mask_sources"]),
-            calibration=_calibration(description["calibration"], source),
-            calibration_of_fold={
-                fold: _calibration(own, source) for fold, own in description["calibration_of_fold"].items()
-            },
-            temperature=description["temperature"],
-            facts=description["facts"],
-        )
+        source = folder / _DESCRIPTION
+        stored = _read(source)
+        for name in ("format", "ermoe_version"):
+            del stored[name]
+        stored["networks"] = {name: load(folder / name, device=device).eval() for name in stored.pop("folds")}
+        stored["head"] = stored_head(stored["head"], source=str(source))
+        stored["calibration"] = _with_lines(stored["calibration"])
+        stored["calibration_of_fold"] = {fold: _with_lines(own) for fold, own in stored["calibration_of_fold"].items()}
+        return from_json(cls, stored, source=str(source))
 
 
-def _stored(calibration: AgeCalibration | None) -> Json | None:
+def _lines(calibration: AgeCalibration | None) -> Json | None:
+    """A calibration is stored as its lines."""
     return None if calibration is None else to_json(calibration.lines)
 
 
-def _calibration(stored: Json | None, source: str) -> AgeCalibration | None:
-    if stored is None:
-        return None
-    return AgeCalibration({name: from_json(Line, line, source=source) for name, line in stored.items()})
+def _with_lines(lines: Json | None) -> Json | None:
+    return None if lines is None else {"lines": lines}
 
 
 def _read(path: Path) -> Json:
@@ -273,8 +255,8 @@ def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
 
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
-    seen_BCXYZ, mask_BXYZ = network_input(model.input, *(part.unsqueeze(0) for part in voxels(volume)))
-    output_FBK = model.outputs(seen_BCXYZ, mask_BXYZ, folds)
+    seen_CXYZ, mask_XYZ = network_input(model.input, *voxels(volume))
+    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
     raw = float(model.ages(output_FBK)[0])
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")

@@ -5,7 +5,7 @@ Nothing here imports torch, so that a command can show the values of a preset at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -16,9 +16,6 @@ from ermoe.errors import UserError
 from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ermoe.brain.ages import AgeHead
     from ermoe.brain.estimation import Estimation, Lesson
     from ermoe.train.compute import Compute
 
@@ -172,18 +169,6 @@ class Recipe:
         epochs = self.warm_start_epochs
         training = replace(self.training, epochs=epochs, warmup_epochs=0.2 * epochs)
         return replace(self, training=training, volumes_per_epoch=0, drop_cubes=0.0, input_noise=0.0)
-
-    def age_head(self, ages: Iterable[float]) -> AgeHead:
-        """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
-        from ermoe.brain.learning import age_head
-
-        return age_head(self, ages)
-
-    def build(self, head: AgeHead) -> nn.Module:
-        """The network before training; its weights are a function of the seed."""
-        from ermoe.brain.learning import build
-
-        return build(self, head)
 
     def task(self, data: Lesson, compute: Compute) -> Estimation:
         """A lesson: isolated tissues for the region experts, or whole scans."""

@@ -179,23 +179,10 @@ class RegionProbe:
     score_RE: Tensor
     num_tokens: tuple[int, int, int]
 
-    def top(self, region: int, number: int = 2) -> list[tuple[str, float]]:
-        """The best experts of a region with their mean scores."""
-        order = self.score_RE[region].argsort(descending=True, stable=True)[:number].tolist()
-        return [(expert_name(expert), float(self.score_RE[region, expert])) for expert in order]
-
     @property
     def first(self) -> tuple[int, ...]:
         """The best expert of each region; (0, 1, 2) when each goes to its own."""
         return tuple(int(expert) for expert in self.score_RE.argmax(1))
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "score": [[round(value, 4) for value in row] for row in self.score_RE.tolist()],
-            "num_tokens": list(self.num_tokens),
-            "top": {tissue: self.top(number) for number, tissue in enumerate(TISSUES)},
-        }
 
 
 def probe_regions(model: nn.Module, loader: Loader[VolumeBatch]) -> RegionProbe:

@@ -22,7 +22,7 @@ from ermoe.brain.data.quality import examine
 from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
-from ermoe.brain.learning import is_learnt, learn, learn_regions, start
+from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, start
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import Recipe, recipe
@@ -92,7 +92,7 @@ def train(
     _check_resume(run, resume)
     run.open(config, "auto", compute.group)
     splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
-    head = chosen.age_head([scan.age for scan in scans if scan.age is not None])
+    head = age_head(chosen, [scan.age for scan in scans if scan.age is not None])
     volumes = archive.volumes(chosen.preprocessing)
     mask_sources = _prepare(volumes, scans, compute)
     everybody = ScanSet(volumes, scans, chosen.input)
@@ -161,7 +161,7 @@ def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute) -
     """The network of one fold, from its training people alone."""
     chosen, head, training = fold.recipe, fold.head, fold.training()
     if is_learnt(folder):
-        network = chosen.build(head)
+        network = build(chosen, head)
     else:
         strangers = _held_out_people(fold.everybody.scans, fold.splits, fold.number)
         network = start(chosen, head, fold.init, archive, compute, training.ages(), strangers=strangers)
@@ -206,7 +206,7 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
         raise UserError(f"split={kind!r}: use one of {', '.join(_SPLITS)}")
     people = len({scan.participant_id for scan in scans})
     if kind == "leave-site-out":
-        splits = leave_site_out(scans, seed=seed)
+        splits = leave_site_out(scans)
     elif kind == "holdout" or (kind == "auto" and people >= _FEW_PEOPLE):
         splits = holdout(scans, seed)
     else:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from ermoe.console import parse_command, say
+from ermoe.console import say
 from ermoe.errors import UserError
 
 _SUFFIX = {"onnx": ".onnx", "torch": ".pt2"}
@@ -62,8 +62,3 @@ class Export:
         if self.out.suffix != suffix:
             raise UserError(f"--out {self.out}: a file for --to {self.to} ends in {suffix}")
         return self.out
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    parse_command(Export, argv, prog="ermoe export")(Console())

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from ermoe.console import parse_command
-
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ermoe.models.count import Count
     from ermoe.models.presets import Way
 
@@ -39,72 +35,49 @@ class Info:
         _show(self.model, count(weightless(self.model)), console)
 
 
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    parse_command(Info, argv, prog="ermoe info")(Console())
-
-
 def _show_preset(name: str, console: Console) -> None:
     from ermoe.models import presets
 
     chosen = presets.preset(name)
-    console.print(f"[bold]{name}[/bold]: {' '.join((presets.PRESETS[name].__doc__ or '').split())}")
+    console.print(f"[bold]{name}[/bold]: {chosen.about}")
     _show(name, presets.count_preset(chosen), console)
-    console.print(_ways(presets.three_ways(chosen)))
+    _show_ways(presets.three_ways(chosen), console)
     if name in presets.PAPER:
         console.print(presets.WHAT_DOES_NOT_FIT)
 
 
 def _show(name: str, counted: Count, console: Console) -> None:
     from ermoe.models import presets
+    from ermoe.studies.tables import Table
 
-    console.print(_sizes(name, counted))
-    parts = _table("part", "multiply-adds", "share")
-    for row in presets.parts(counted):
-        parts.add_row(*row)
-    console.print(parts)
+    console.print(Table(["", "counted", "paper prints"], _sizes(name, counted)).terminal())
+    console.print(Table(["part", "multiply-adds", "share"], presets.parts(counted)).terminal())
 
 
-def _sizes(name: str, counted: Count) -> Table:
+def _sizes(name: str, counted: Count) -> list[list[str]]:
     from ermoe.models import presets
 
-    table = _table("", "counted", "paper prints")
     paper = presets.PAPER.get(name)
     flops, total, active, work, routing = counted.flops, "–", "–", "–", "–"
     if paper is not None:
         total, active, work = f"{paper.total:.1f} M", f"{paper.active:.1f} M", f"{paper.multiply_adds:.1f} G"
         routing = f"{paper.routing:.2f} G" if paper.routing else "–"
-    table.add_row("parameters", presets.millions(counted.total_parameters), total)
-    table.add_row("active for a token", presets.millions(counted.active_parameters), active)
-    table.add_row("multiply-adds per image", presets.multiply_adds(flops.total), work)
-    table.add_row("  of which routing", presets.multiply_adds(flops.routing), routing)
-    return table
+    return [
+        ["parameters", presets.millions(counted.total_parameters), total],
+        ["active for a token", presets.millions(counted.active_parameters), active],
+        ["multiply-adds per image", presets.multiply_adds(flops.total), work],
+        ["  of which routing", presets.multiply_adds(flops.routing), routing],
+    ]
 
 
-def _ways(ways: list[Way]) -> Table:
-    from ermoe.models import presets
+def _show_ways(ways: list[Way], console: Console) -> None:
+    from ermoe.models.presets import millions, multiply_adds
+    from ermoe.studies.tables import Table
 
-    v_moe = ways[-1].count.flops.experts
-    table = _table(
-        "8 experts, 2 a token", "parameters", "experts", "of V-MoE's", "routing, context", "parity with dense"
-    )
+    header = ["8 experts, 2 a token", "parameters", "experts", "of V-MoE's", "routing, context", "parity with dense"]
+    rows, v_moe = [], ways[-1].count.flops.experts
     for way in ways:
-        table.add_row(
-            way.name,
-            presets.millions(way.count.total_parameters),
-            presets.multiply_adds(way.count.flops.experts),
-            f"{way.count.flops.experts / v_moe:.2f} ×",
-            presets.multiply_adds(way.count.flops.routing + way.count.flops.context),
-            way.parity,
-        )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or column.startswith("parity") else "right")
-    return table
+        flops, size = way.count.flops, millions(way.count.total_parameters)
+        ours = [multiply_adds(flops.experts), f"{flops.experts / v_moe:.2f} ×"]
+        rows.append([way.name, size, *ours, multiply_adds(flops.routing + flops.context), way.parity])
+    console.print(Table(header, rows).terminal())

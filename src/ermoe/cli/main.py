@@ -1,44 +1,46 @@
 """The ``ermoe`` command: finds the command, runs it, and turns what went wrong into one sentence.
 
-Nothing here imports torch, so that help appears at once. A command is a function of what was typed, by default ``run``
-of its module; it reads its options with tyro before it imports anything heavy.
+Nothing here imports torch, so that help appears at once. A command is a dataclass of its options, a mapping of such
+dataclasses, or a function of what was typed; options are read with tyro before anything heavy is imported.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
+
+from rich.console import Console
 
 from ermoe import cpu
 from ermoe._version import __version__
-from ermoe.console import run_command
-from ermoe.errors import UserError
+from ermoe.console import parse_command, run_command
+from ermoe.errors import UserError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("ermoe.studies.demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
-    "image": ("ermoe.cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
-    "upcycle": ("ermoe.images.conversion:run_upcycle", "a dense ViT made sparse: exactly, or by groups of tokens"),
-    "slim": ("ermoe.images.conversion:run_slim", "a dense ViT made sparse and faster, within a budget of operations"),
-    "brain": ("ermoe.brain.commands", "brain age from T1 scans: check, train, report, predict; research use only"),
-    "inspect": ("ermoe.explore.commands", "see how the experts of one or more models are used, in one HTML file"),
+    "demo": ("studies.demo:Demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
+    "image": ("cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "upcycle": ("images.conversion:Upcycle", "make a dense ViT sparse: exactly, or with experts for groups of tokens"),
+    "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),
+    "brain": ("brain.commands:run", "brain age from T1 scans: check, train, report, predict; research use only"),
+    "inspect": ("explore.commands:run", "see how the experts of one or more models are used, in one HTML file"),
     "retrieve": (
-        "ermoe.retrieval.commands",
+        "retrieval.commands:run",
         "find images by words and captions by images: train, evaluate, index, search",
     ),
-    "info": ("ermoe.cli.info", "what a model costs, part by part, beside what the paper prints"),
-    "export": ("ermoe.cli.export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
+    "info": ("cli.info:Info", "what a model costs, part by part, beside what the paper prints"),
+    "export": ("cli.export:Export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
     "paper": (
-        "ermoe.studies.paper_command",
+        "studies.paper_command:COMMANDS",
         "every table and figure of the paper as one command, its figures beside ours",
     ),
     "bench": (
-        "ermoe.studies.bench_command",
+        "studies.bench_command:Bench",
         "time the layer and whole models beside their peers, as ratios in one run",
     ),
 }
-"""Name → (module or module:function, what it does in one line)."""
+"""Name → (module:attribute within ermoe, what it does in one line)."""
 
 INTERRUPTED = 130
 MISTAKEN = 2
@@ -66,11 +68,18 @@ def _dispatch(argv: list[str]) -> int:
         print(f"ermoe {__version__}")
         return 0
     if name not in COMMANDS:
-        raise UserError(_unknown(name))
+        raise unknown_name("command", name, COMMANDS)
     if not {"-h", "--help"} & set(rest):
         _limit_cpu()
-    module, _, function = COMMANDS[name][0].partition(":")
-    getattr(import_module(module), function or "run")(rest)
+    place, purpose = COMMANDS[name]
+    module, attribute = place.split(":")
+    command = getattr(import_module(f"ermoe.{module}"), attribute)
+    if isinstance(command, Mapping):
+        run_command(command, rest, prog=f"ermoe {name}", description=purpose)
+    elif isinstance(command, type):
+        parse_command(command, rest, prog=f"ermoe {name}")(Console())
+    else:
+        command(rest)
     return 0
 
 
@@ -104,9 +113,3 @@ usage: ermoe COMMAND [OPTIONS]
   ermoe --version        the version
 
 In Python: model = ermoe.upcycle(dense_model) makes a ViT sparse; ermoe.record_routing(model) shows how it routes."""
-
-
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else f"use one of {', '.join(COMMANDS)}."
-    return f"there is no command {name!r}: {advice}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from ermoe.train.settings import NO_AUGMENTATION, Augmentation
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _F = v2.functional
+_SMOOTH: dict[str, Any] = {"interpolation": v2.InterpolationMode.BICUBIC, "antialias": True}
 _BINS = 31  # of magnitudes
 _GEOMETRY, _DISTORTION, _ERASING, _MIXING = range(4)  # independent streams of numbers for each image
 
@@ -96,8 +98,8 @@ class Transform:
         if self.augmentation.crop == "resized":
             height, width = image_BCHW.shape[-2:]
             boxes = (resized_crop(height, width, number_K) for number_K in number_BK)
-            crops = (_crop(image, *box, self.size) for image, box in zip(image_BCHW, boxes, strict=True))
-            image_BCSS = torch.stack(list(crops))
+            pairs, size = zip(image_BCHW, boxes, strict=True), [self.size, self.size]
+            image_BCSS = torch.stack([_F.resized_crop(image, *box, size, **_SMOOTH) for image, box in pairs])
         else:
             image_BCSS = _middle(image_BCHW, self.size, self.crop_share)
         margin = self.size // 8 if self.augmentation.crop == "pad" else 0
@@ -160,17 +162,11 @@ def resized_crop(height: int, width: int, number_K: NDArray[np.float64]) -> tupl
     return top, left, crop_height, crop_width
 
 
-def _crop(image_CHW: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
-    return _F.resized_crop(
-        image_CHW, top, left, height, width, [size, size], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
-    )
-
-
 def _middle(image_BCHW: Tensor, size: int, crop_share: float) -> Tensor:
     if image_BCHW.shape[-2:] == (size, size):
         return image_BCHW
     shorter = max(size, round(size / crop_share))
-    resized = _F.resize(image_BCHW, [shorter], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    resized = _F.resize(image_BCHW, [shorter], **_SMOOTH)
     return _F.center_crop(resized, [size, size])
 
 

@@ -222,7 +222,8 @@ class Split:
         return len(self.label)
 
 
-def digits(held_out: float = 1 / 3, *, seed: int = 0) -> tuple[Split, Split]:
+@cache  # of a text file, slow to parse
+def digits() -> tuple[Split, Split]:
     """Handwritten digits that come with scikit-learn, real images without a download: 1,797 of them, 8 × 8 pixels.
 
     They are in a training and a held-out part with the same mix of digits.
@@ -231,18 +232,11 @@ def digits(held_out: float = 1 / 3, *, seed: int = 0) -> tuple[Split, Split]:
     >>> train.image.shape, len(test)
     (torch.Size([1198, 1, 8, 8]), 599)
     """
+    from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    image, label = _all_digits()
-    train, test = train_test_split(range(len(label)), test_size=held_out, stratify=label, random_state=seed)
-    return Split(image[train], label[train]), Split(image[test], label[test])
-
-
-@cache  # a text file, slow to parse
-def _all_digits() -> tuple[Tensor, Tensor]:
-    """Images and digits in scikit-learn's order."""
-    from sklearn.datasets import load_digits
-
-    pixels, label = load_digits(return_X_y=True)
+    pixels, labels = load_digits(return_X_y=True)
     image = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16  # stored as counts from 0 to 16
-    return image, torch.from_numpy(label)
+    label = torch.from_numpy(labels)
+    train, test = train_test_split(range(len(label)), test_size=1 / 3, stratify=label, random_state=0)
+    return Split(image[train], label[train]), Split(image[test], label[test])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
@@ -104,11 +103,12 @@ def look_into(
     loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
     with record_routing(model, classes=images.classes) as recorder:
         logit_NC = _pass(model, loader, recorder, name, console)
-    figures = _accuracies(logit_NC, images.label_N) if knows else {}
-    by_k = _by_k(model, images, settings, logit_NC.argmax(1)) if knows else []
-    return Inspection(
-        recorder, _patched(model, images, settings, logit_NC.argmax(1) if knows else None), figures, by_k, epochs
-    )
+    guess_N = logit_NC.argmax(1) if knows else None
+    patched = _patched(model, images, settings, guess_N)
+    if guess_N is None:
+        return Inspection(recorder, patched, epochs=epochs)
+    accuracy = float((guess_N == images.label_N).double().mean())
+    return Inspection(recorder, patched, accuracy, _by_k(model, images, settings, guess_N), epochs)
 
 
 @torch.inference_mode()
@@ -129,17 +129,6 @@ def _logits(model: nn.Module, image: Tensor) -> Tensor:
     parameter = next(model.parameters())
     logit_NC: Tensor = model(image.to(parameter.device, parameter.dtype)).float().cpu()
     return logit_NC
-
-
-def _accuracies(logit_NC: Tensor, label_N: Tensor) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy.
-
-    >>> _accuracies(torch.eye(2), torch.tensor([0, 0]))["top1"]
-    0.5
-    """
-    hit_NK = logit_NC.topk(min(5, logit_NC.shape[1])).indices == label_N.unsqueeze(1)
-    top1, top5 = (float(hit.double().mean()) for hit in (hit_NK[:, 0], hit_NK.any(1)))
-    return {"loss": float(F.cross_entropy(logit_NC, label_N)), "top1": top1, "top5": top5}
 
 
 def _spread_out(num_images: int, wanted: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -41,13 +41,13 @@ class AtK:
 class Inspection:
     """Everything about one model.
 
-    ``figures`` holds loss and accuracies, if the classes are those the model knows; ``by_k`` is empty where the routers
-    have no number of experts a token; ``epochs`` holds a run's evaluations, one a row, empty if it kept none.
+    ``accuracy`` is None if the classes are not those the model knows; ``by_k`` is empty where the routers have no
+    number of experts a token; ``epochs`` holds a run's evaluations, one a row, empty if it kept none.
     """
 
     recorder: RoutingRecorder
     patched: Patched
-    figures: dict[str, float] = field(default_factory=dict)
+    accuracy: float | None = None
     by_k: Sequence[AtK] = ()
     epochs: Sequence[dict[str, float]] = ()
 
@@ -154,7 +154,7 @@ class _Report:
             overall, tallies = over_layers(found.summary(), _OVERVIEW), found.tallies()
             experts = "/".join(str(e) for e in sorted({tally.num_experts for tally in tallies.values()}))
             cells = [MEASURES[measure].text(overall.get(measure, math.nan)) for measure in _OVERVIEW]
-            accuracy = f"{found.figures['top1']:.1%}" if "top1" in found.figures else "–"
+            accuracy = "–" if found.accuracy is None else f"{found.accuracy:.1%}"
             rows.append([name, accuracy, f"{len(tallies)} × {experts}", *cells])
         return table(header, rows)
 

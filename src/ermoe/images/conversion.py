@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
-from ermoe.console import parse_command, say
+from ermoe.console import say
 from ermoe.errors import UserError
 from ermoe.train.settings import Augmentation, Machine
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import Tensor, nn
 
     from ermoe.train.compute import Compute
@@ -188,13 +188,3 @@ def dense_model(name: str, weights: Path | None, compute: Compute) -> nn.Module:
     model: nn.Module = timm.create_model(name)
     load_weights(model, weights)
     return model.to(compute.device).eval()
-
-
-def run_upcycle(argv: list[str]) -> None:
-    """Entry point of ``ermoe upcycle``."""
-    parse_command(Upcycle, argv, prog="ermoe upcycle")(Console())
-
-
-def run_slim(argv: list[str]) -> None:
-    """Entry point of ``ermoe slim``."""
-    parse_command(Slim, argv, prog="ermoe slim")(Console())

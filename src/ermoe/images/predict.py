@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ermoe.data.augment import Transform
-from ermoe.data.images import Images, ImagesInFiles
+from ermoe.data.augment import ImageSource
+from ermoe.data.images import ImagesInFiles
 from ermoe.errors import UserError
 from ermoe.files import StrPath, read_json
 from ermoe.images.run import as_model, transform_for
@@ -38,13 +38,13 @@ def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, t
     summary = f"{len(paths)} files"
     images = ImagesInFiles(Path(), paths, summary=summary, split="test", classes=list(classes), label_N=unlabelled)
     model.eval()
-    transform = transform_for(model)
+    source = transform_for(model).of(images)
     predictions: list[Prediction] = []
     for start in range(0, len(paths), _BATCH_SIZE):
         some = paths[start : start + _BATCH_SIZE]
-        read = [_read(images, start + place, transform) for place in range(len(some))]
+        read = [_read(source, start + place) for place in range(len(some))]
         readable = [image for image in read if isinstance(image, Tensor)]
-        ranked = iter(_rank(model, readable, transform, min(top, len(classes))) if readable else ())
+        ranked = iter(_rank(model, readable, source, min(top, len(classes))) if readable else ())
         for path, outcome in zip(some, read, strict=True):
             if isinstance(outcome, UserError):
                 predictions.append(Prediction(path, [], [], problem=str(outcome)))
@@ -54,21 +54,19 @@ def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, t
     return predictions
 
 
-def _read(images: Images, index: int, transform: Transform) -> Tensor | UserError:
+def _read(source: ImageSource, index: int) -> Tensor | UserError:
     """Bytes (1, 3, S, S), or why there are none."""
     try:
-        return transform.host(images, np.array([index]), epoch=0)
+        return source.read(np.array([index]), epoch=0)
     except UserError as problem:
         return problem
 
 
 def _rank(
-    model: nn.Module, readable: list[Tensor], transform: Transform, top: int
+    model: nn.Module, readable: list[Tensor], source: ImageSource, top: int
 ) -> list[tuple[list[float], list[int]]]:
     """For each image, probabilities and numbers of its best classes."""
-    image_BCSS = torch.cat(readable).to(next(model.parameters()).device)
-    unlabelled_B = torch.zeros(len(image_BCSS), dtype=torch.long)
-    batch = transform.device(image_BCSS, unlabelled_B, np.arange(len(image_BCSS)), epoch=0)
+    batch = source.finish(torch.cat(readable), np.arange(len(readable)), 0, next(model.parameters()).device)
     chance_BK, class_BK = model(as_model(model, batch.image)).float().softmax(-1).topk(top)
     return list(zip(chance_BK.tolist(), class_BK.tolist(), strict=True))
 

@@ -10,6 +10,11 @@ that has to serve all tokens. For the tokens of a group,
 - W2 is solved for what is left: the map of rank R from the expert's own hidden layer to the dense outputs y,
   argmin_B E‖(a − ā) B − (y − ȳ)‖² + λ ‖B − W2‖², with a bias that restores the mean.
 
+Expectations are over tokens by what they mean for the answer. An error Δ in the output of a network changes the model's
+answers by KL ≈ ½ E[(g·Δ)²], with g the gradient of the log-probability of a class drawn from the model's own answer
+(the Fisher information). So tokens are weighed by ‖g‖: the class token of a last block is nearly all that matters
+there, though it is one of hundreds.
+
 The router is aimed at the groups: prototype scores cos(Uᵀx, ψ_e), whose basis holds the directions in which groups
 differ, ψ_e pointing to group e, and offsets for equal load. Then tokens are grouped by the router itself, and experts
 are fitted to the tokens they will really get.
@@ -20,6 +25,7 @@ Letters: T tokens, D model width, H hidden width, E experts, K experts per token
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import FFN, Linear
+from ermoe.models.backbones import FFN, Linear, dense_network
 from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import svd
-from ermoe.models.passes import evaluating, run
+from ermoe.models.passes import evaluating, outputs
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, MoE, PrototypeScore, TopKRouter
 from ermoe.nn.scores import project
 
@@ -42,6 +48,7 @@ _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _RIDGE = 1e-3  # of a mean variance
+_LEAST_WEIGHT = 0.1  # of the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,31 @@ class GroupFit:
     num_tokens: int
 
 
+@dataclass(slots=True)
+class Tokens:
+    """Tokens x (T, D) that enter a network, their weights (T,) of mean 1, and what an error there costs the answers.
+
+    ``cost`` is the mean of ‖g‖² over tokens: KL a token for an error of length √(2 D).
+    """
+
+    x_TD: Tensor
+    weight_T: Tensor
+    cost: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.x_TD)
+
+    def where(self, chosen_T: Tensor) -> Tokens:
+        """Some of them."""
+        return Tokens(self.x_TD[chosen_T], self.weight_T[chosen_T], self.cost)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """A few thousand tokens and their weights at a time."""
+        return zip(self.x_TD.split(_TOKENS_AT_ONCE), self.weight_T.split(_TOKENS_AT_ONCE), strict=True)
+
+
 class TokenSample:
-    """At most ``max_tokens`` of the tokens that pass by, each as likely to be kept as any other."""
+    """At most ``max_tokens`` of the rows that pass by, each as likely to be kept as any other."""
 
     def __init__(self, max_tokens: int, seed: int) -> None:
         self._max_tokens = max_tokens
@@ -68,55 +98,96 @@ class TokenSample:
         self._seen = 0
 
     def add(self, x_TD: Tensor) -> None:
-        """Keeps some of the tokens, in the places of others once the sample is full."""
+        """Keeps some of the rows, in the places of others once the sample is full."""
         if self._kept_TD is None:
             self._kept_TD = x_TD.new_empty(self._max_tokens, x_TD.shape[1])
         number_T = torch.arange(self._seen, self._seen + len(x_TD))
-        # Reservoir sampling: the n-th token takes a random place among n, if it is one of the sample's.
+        # Reservoir sampling: the n-th row takes a random place among n, if it is one of the sample's.
         drawn_T = (torch.rand(len(x_TD), generator=self._generator, dtype=torch.float64) * (number_T + 1)).long()
         place_T = torch.where(number_T < self._max_tokens, number_T, drawn_T)
         fits_T = place_T < self._max_tokens
         self._kept_TD[place_T[fits_T].to(x_TD.device)] = x_TD[fits_T.to(x_TD.device)]
         self._seen += len(x_TD)
 
-    def tokens(self) -> Tensor:
-        """What was kept, (T, D)."""
+    def rows(self) -> Tensor:
+        """What was kept, in random order, so that the first few are a sample as well."""
         assert self._kept_TD is not None
-        return self._kept_TD[: self._seen]
+        kept_TD = self._kept_TD[: self._seen]
+        return kept_TD[torch.randperm(len(kept_TD), generator=self._generator).to(kept_TD.device)]
 
 
 def sample_tokens(
-    model: nn.Module, networks: dict[str, FFN], batches: Iterable[Any], *, max_tokens: int = MAX_TOKENS, seed: int = 0
-) -> dict[str, Tensor]:
-    """Tokens (T, D) that enter each of the networks while the model runs over ``batches``, by name."""
-    samples = {name: TokenSample(max_tokens, seed) for name in networks}
+    model: nn.Module, blocks: dict[str, tuple[nn.Module, FFN]], batches: Iterable[Any], *, max_tokens: int = MAX_TOKENS
+) -> dict[str, Tokens]:
+    """Tokens that enter the networks of some dense blocks while the model runs over ``batches``, by name."""
+    samples = {name: TokenSample(max_tokens, seed=0) for name in blocks}
+    generator = torch.Generator().manual_seed(0)
+    entered: dict[str, Tensor] = {}
+    left: dict[str, Tensor] = {}
 
-    def keeper(sample: TokenSample) -> Any:
-        return lambda norm, args, kwargs, z: sample.add(z.detach().flatten(0, -2))
+    def enters(name: str) -> Any:
+        return lambda norm, args, z: entered.update({name: z.detach()})
 
-    run(model, batches, {ffn.norm: keeper(samples[name]) for name, ffn in networks.items()})
-    return {name: sample.tokens() for name, sample in samples.items()}
+    def leaves(name: str) -> Any:
+        def hook(network: nn.Module, args: object, y: Tensor) -> Tensor:
+            left[name] = y if y.requires_grad else y.detach().requires_grad_()
+            return left[name]
+
+        return hook
+
+    learns = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    with evaluating(model), ExitStack() as hooks:
+        for parameter in learns:  # gradients are wanted of what networks say, and of nothing else
+            hooks.callback(parameter.requires_grad_, learns[parameter])
+            parameter.requires_grad_(False)
+        for name, (block, ffn) in blocks.items():
+            hooks.callback(ffn.norm.register_forward_hook(enters(name)).remove)
+            hooks.callback(dense_network(block).register_forward_hook(leaves(name)).remove)
+        for output in outputs(model, batches):
+            gradients = torch.autograd.grad(_log_probability(output, generator), list(left.values()))
+            for name, gradient in zip(left, gradients, strict=True):
+                cost_T = gradient.float().square().sum(-1).flatten()
+                x_TD = entered[name].flatten(0, -2).float()
+                samples[name].add(torch.cat([x_TD, cost_T.unsqueeze(1)], 1))
+    return {name: _weighed(sample.rows()) for name, sample in samples.items()}
+
+
+def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
+    """Σ over images of log p(c), with the class c drawn from p, the answer itself."""
+    answer_BC = getattr(output, "logits", output)
+    answer_BC = answer_BC.float().flatten(0, -2).log_softmax(-1)
+    drawn_B = torch.multinomial(answer_BC.detach().exp().cpu(), 1, generator=generator).to(answer_BC.device)
+    return answer_BC.gather(1, drawn_B).sum()
+
+
+def _weighed(row_TD: Tensor) -> Tokens:
+    cost_T = row_TD[:, -1]
+    length_T = cost_T.sqrt()  # ‖g‖ and not its square: a few tokens would leave too little to fit to
+    length_T = length_T + _LEAST_WEIGHT * length_T.mean() + 1e-30
+    return Tokens(row_TD[:, :-1], length_T / length_T.mean(), float(cost_T.mean()))
 
 
 @torch.no_grad()
-def fill_from_groups(layer: MixtureLayer, ffn: FFN, x_TD: Tensor, generator: torch.Generator | None = None) -> GroupFit:
+def fill_from_groups(
+    layer: MixtureLayer, ffn: FFN, tokens: Tokens, generator: torch.Generator | None = None
+) -> GroupFit:
     """Makes the experts of ``layer`` the best versions of ``ffn`` for groups of the tokens, and aims the router."""
     router, experts = layer.router, layer.experts
     assert isinstance(router, TopKRouter)
-    if len(x_TD) < _KEPT_APART * experts.num_experts:
-        raise UserError(f"calibration= has {len(x_TD)} tokens for {experts.num_experts} experts: pass more images")
-    apart_T = torch.arange(len(x_TD), device=x_TD.device) % _KEPT_APART == 0
-    fitted_TD, apart_TD = x_TD[~apart_T], x_TD[apart_T]
-    expert_TK = group(fitted_TD, experts.num_experts, generator).unsqueeze(1)
+    if len(tokens) < _KEPT_APART * experts.num_experts:
+        raise UserError(f"calibration= has {len(tokens)} tokens for {experts.num_experts} experts: pass more images")
+    apart_T = torch.arange(len(tokens), device=tokens.x_TD.device) % _KEPT_APART == 0
+    apart, tokens = tokens.where(apart_T), tokens.where(~apart_T)
+    expert_TK = group(tokens.x_TD, experts.num_experts, generator).unsqueeze(1)
     routes_by_experts = isinstance(router.score, PrototypeScore) and router.score.basis is None
     for _ in range(_ROUTER_ROUNDS):
         if routes_by_experts:  # their bases follow from what they are fitted to
-            _fit_experts(layer, ffn, fitted_TD, expert_TK)
-        _aim(layer, fitted_TD, expert_TK[:, 0])
-        expert_TK = _routed(layer, fitted_TD)
+            _fit_experts(layer, ffn, tokens, expert_TK)
+        _aim(layer, tokens.x_TD, expert_TK[:, 0])
+        expert_TK = _routed(layer, tokens.x_TD)
     if not routes_by_experts:
-        _fit_experts(layer, ffn, fitted_TD, expert_TK)
-    return _judge(layer, ffn, fitted_TD, apart_TD)
+        _fit_experts(layer, ffn, tokens, expert_TK)
+    return _judge(layer, ffn, tokens, apart)
 
 
 def group(x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Tensor:
@@ -229,12 +300,11 @@ def _routed(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
     return expert_TK
 
 
-def _fit_experts(layer: MixtureLayer, ffn: FFN, x_TD: Tensor, expert_TK: Tensor) -> None:
-    """Makes each expert the best version of ``ffn`` for the tokens that go to it."""
-    width, rank = layer.experts.size
+def _fit_experts(layer: MixtureLayer, ffn: FFN, tokens: Tokens, expert_TK: Tensor) -> None:
+    """Makes each expert the best version of ``ffn`` for the tokens that go to it, or for all if none does."""
     for expert in range(layer.experts.num_experts):
-        own_TD = x_TD[(expert_TK == expert).any(1)]
-        network = fitted(ffn, own_TD, width, rank) if len(own_TD) else ffn
+        own_T = (expert_TK == expert).any(1)
+        network = fitted(ffn, tokens.where(own_T) if bool(own_T.any()) else tokens, *layer.experts.size)
         for stacked, linear in zip(layer.experts.linears(), network.linears(), strict=True):
             _write(stacked, expert, linear)
 
@@ -250,33 +320,33 @@ def _write(stacked: EigenLinear | DenseLinear, expert: int, linear: Linear) -> N
         stacked.bias[expert] = 0 if linear.b is None else linear.b
 
 
-def fitted(ffn: FFN, x_TD: Tensor, width: int, rank: int | None = None) -> FFN:
+def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN:
     """The network of the given hidden width and rank that comes nearest to ``ffn`` on the tokens, in closed form.
 
     Full width and rank give the network itself.
     """
-    network = _narrowed(ffn, x_TD, width)
+    network = _narrowed(ffn, tokens, width)
     if rank is None or rank >= min(network.up.W.shape):
         return network
-    network = _cut(network, x_TD, rank)
-    return replace(network, down=_solved(network, ffn, x_TD, rank))
+    network = _cut(network, tokens, rank)
+    return replace(network, down=_solved(network, ffn, tokens, rank))
 
 
 @torch.no_grad()
-def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]) -> list[float]:
-    """Mean ‖ŷ − y‖² a token of experts of each of the ``widths``, in closed form: what choosing a width costs.
+def errors_of_widths(ffn: FFN, tokens: Tokens, num_experts: int, widths: list[int]) -> list[float]:
+    """Weighted mean of ‖ŷ − y‖² over tokens with experts of each of the ``widths``, in closed form.
 
     With S the covariance of hidden units, of which k are kept and mapped by B, it is
     tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B).
     """
-    group_T = group(x_TD, num_experts, torch.Generator().manual_seed(0))
+    group_T = group(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))
     weight_HD = ffn.down.W.double()
     total = [0.0] * len(widths)
     for expert in range(num_experts):
-        own_TD = x_TD[group_T == expert]
-        if len(own_TD) == 0:
+        own = tokens.where(group_T == expert)
+        if len(own) == 0:
             continue
-        moments = _Moments.over(ffn.hidden(x) for x in own_TD.split(_TOKENS_AT_ONCE))
+        moments = _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in own.parts())
         covariance_HH = moments.covariance(centred=ffn.has_bias)
         order_H = _by_part(covariance_HH, weight_HD)
         whole = float(((covariance_HH @ weight_HD) * weight_HD).sum())
@@ -285,7 +355,7 @@ def errors_of_widths(ffn: FFN, x_TD: Tensor, num_experts: int, widths: list[int]
             kept_kk, seen_kD = covariance_HH[kept][:, kept], covariance_HH[kept] @ weight_HD
             solved_kD = _regression(kept_kk, seen_kD, prior=weight_HD[kept])
             lost = whole - float((solved_kD * (2 * seen_kD - kept_kk @ solved_kD)).sum())
-            total[number] += max(lost, 0.0) * len(own_TD) / len(x_TD)
+            total[number] += max(lost, 0.0) * float(own.weight_T.sum()) / len(tokens)
     return total
 
 
@@ -305,11 +375,11 @@ def _ridged(covariance: Tensor) -> Tensor:
     return covariance + ridge * torch.eye(len(covariance)).to(covariance)
 
 
-def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
+def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
     """The network with those ``width`` hidden units whose part of the output varies most, and its last map solved."""
     if width >= ffn.hidden_dim:
         return ffn
-    moments = _Moments.over(ffn.hidden(x) for x in x_TD.split(_TOKENS_AT_ONCE))
+    moments = _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in tokens.parts())
     covariance_HH, weight_HD = moments.covariance(centred=ffn.has_bias), ffn.down.W.double()
     kept = _by_part(covariance_HH, weight_HD)[:width].sort().values
     # The dense outputs are a W2 + b2, so what is known of a is all that a regression on them needs.
@@ -327,9 +397,9 @@ def _narrowed(ffn: FFN, x_TD: Tensor, width: int) -> FFN:
     return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(solved_kD.to(ffn.down.W.dtype), bias))
 
 
-def _cut(ffn: FFN, x_TD: Tensor, rank: int) -> FFN:
+def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
     """The network with entering weights of lower rank, cut in the metric ω."""
-    moments = _Moments.over(x_TD.split(_TOKENS_AT_ONCE))
+    moments = _Moments.over(tokens.parts())
     covariance_DD = _ridged(moments.covariance(centred=ffn.has_bias))
     weight_H = ffn.down.W.double().square().sum(1)
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
@@ -344,7 +414,7 @@ def _cut(ffn: FFN, x_TD: Tensor, rank: int) -> FFN:
         bias = None if linear.b is None else linear.b + (moments.mean @ (W - truncated)).to(linear.b.dtype)
         return Linear(truncated.to(linear.W.dtype), bias)
 
-    slopes = _squared_slopes(ffn, x_TD)
+    slopes = _squared_slopes(ffn, tokens.x_TD)
     if ffn.gate is None:
         return replace(ffn, up=cut(ffn.up, slopes[0]))
     return replace(ffn, gate=cut(ffn.gate, slopes[0]), up=cut(ffn.up, slopes[1]))
@@ -365,18 +435,17 @@ def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
     return [total / len(x_TD) for total in totals]
 
 
-def _solved(network: FFN, ffn: FFN, x_TD: Tensor, rank: int | None) -> Linear:
+def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
     """The last map of ``network``, solved so that its outputs come nearest to those of ``ffn`` on the tokens."""
     # Moments of the hidden layer beside the outputs: the blocks of their joint covariance are all that is needed.
-    joint = _Moments.over(torch.cat([network.hidden(x), ffn(x)], 1) for x in x_TD.split(_TOKENS_AT_ONCE))
+    joint = _Moments.over((torch.cat([network.hidden(x), ffn(x)], 1), weight_T) for x, weight_T in tokens.parts())
     width = network.hidden_dim
     covariance = joint.covariance(centred=ffn.has_bias)
     hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
     solved_HD = _regression(hidden_HH, hidden_output_HD, prior=network.down.W.double())
-    if rank is not None and rank < min(solved_HD.shape):
-        # the R directions in which the outputs vary most
-        principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
-        solved_HD = (solved_HD @ principal_DR) @ principal_DR.mT
+    # the R directions in which the outputs vary most
+    principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
+    solved_HD = (solved_HD @ principal_DR) @ principal_DR.mT
     bias = joint.mean[width:] - joint.mean[:width] @ solved_HD if ffn.has_bias else None
     dtype = network.down.W.dtype
     return Linear(solved_HD.to(dtype), None if bias is None else bias.to(dtype))
@@ -384,41 +453,41 @@ def _solved(network: FFN, ffn: FFN, x_TD: Tensor, rank: int | None) -> Linear:
 
 @dataclass(slots=True)
 class _Moments:
-    """Mean (n,) and second moments (n, n) of rows, in double precision."""
+    """Weighted mean (n,) and second moments (n, n) of rows, in double precision."""
 
     mean: Tensor
     second: Tensor
 
     @classmethod
-    def over(cls, parts: Iterable[Tensor] | Iterator[Tensor]) -> _Moments:
-        total = square = torch.zeros(())
-        count = 0
-        for rows in parts:
-            total = total + rows.sum(0).double()
-            square = square + (rows.mT @ rows).double()  # exact enough: a few thousand rows at once
-            count += len(rows)
-        return cls(total / count, square / count)
+    def over(cls, parts: Iterable[tuple[Tensor, Tensor]]) -> _Moments:
+        total = square = weight = torch.zeros(())
+        for row_Tn, weight_T in parts:
+            weighed_Tn = row_Tn * weight_T.unsqueeze(1).to(row_Tn.dtype)
+            total = total + weighed_Tn.sum(0).double()
+            square = square + (row_Tn.mT @ weighed_Tn).double()  # exact enough: a few thousand rows at once
+            weight = weight + weight_T.double().sum()
+        return cls(total / weight, square / weight)
 
     def covariance(self, *, centred: bool) -> Tensor:
         """About the mean, or about zero: without biases nothing could take up what is done to the mean."""
         return self.second - torch.outer(self.mean, self.mean) if centred else self.second.clone()
 
 
-def _judge(layer: MixtureLayer, ffn: FFN, fitted_TD: Tensor, apart_TD: Tensor) -> GroupFit:
+def _judge(layer: MixtureLayer, ffn: FFN, tokens: Tokens, apart: Tokens) -> GroupFit:
     router = layer.router
     assert isinstance(router, TopKRouter)
     assert isinstance(layer, MoE)
-    one = fitted(ffn, fitted_TD, *layer.experts.size)
-    routing = router.choose(_scores(layer, apart_TD))
-    wanted_TD = ffn(apart_TD)
+    one = fitted(ffn, tokens, *layer.experts.size)
+    routing = router.choose(_scores(layer, apart.x_TD))
+    wanted_TD = ffn(apart.x_TD)
     with evaluating(layer):
-        mixed_TD = layer.mix(apart_TD, routing)
+        mixed_TD = layer.mix(apart.x_TD, routing)
     load_E = routing.count_E.double()
     return GroupFit(
         error=_relative(mixed_TD, wanted_TD),
-        one_expert_error=_relative(one(apart_TD), wanted_TD),
+        one_expert_error=_relative(one(apart.x_TD), wanted_TD),
         load_cv2=float(load_E.var(correction=0) / load_E.mean().square()),
-        num_tokens=len(fitted_TD),
+        num_tokens=len(tokens),
     )
 
 

@@ -234,7 +234,9 @@ def rebuild(description: Description, *, device: str = "cpu", init: str = "empty
         model = family.build(dense, device="meta" if init == "empty" else device)
         if init == "empty" and device != "meta":
             model.to_empty(device=device)
-            _clear_balances(model)
+            for module in model.modules():
+                if isinstance(module, Balance):
+                    module.reset_parameters()
     else:
         model = upcycle(family.build(dense, device=device), init=init, inplace=True, **sparsity)
     return merge(model, inplace=True) if description["merged"] else model
@@ -247,12 +249,6 @@ def is_registered(dense: Json) -> bool:
     import timm  # seconds, which models of other families need not wait for
 
     return timm.is_model(dense["architecture"])
-
-
-def _clear_balances(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, Balance):
-            module.reset_parameters()
 
 
 def read_checkpoint(path: StrPath) -> dict[str, Tensor]:

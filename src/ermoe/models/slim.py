@@ -1,9 +1,9 @@
 """A sparse model that is faster than the dense one it came from: one expert a token, narrower than the dense network.
 
 Which blocks get experts, and how wide they are, is chosen by error per operation. The error of a width is known in
-closed form (`ermoe.models.clusters.errors_of_widths`), and what it does to the answers is measured: noise of a known
-size is added to one network's output after the other, and the answers of the model are compared. Widths then shrink
-step by step, always where the answers change least for an operation saved, until the whole model is within its budget.
+closed form (`ermoe.models.clusters.errors_of_widths`), and so is, to second order, what it does to the answers. Widths
+shrink step by step, always where the answers change least for an operation saved, until the whole model is within its
+budget.
 The experts are fitted to groups of tokens, and the model learns its dense form's answers (`ermoe.distill`).
 
 Letters: T tokens, D model width, N tokens of an image.
@@ -11,30 +11,25 @@ Letters: T tokens, D model width, N tokens of an image.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.files import StrPath
-from ermoe.models.backbones import FFN, SparseBlock, dense_network, family_of
+from ermoe.models.backbones import FFN, SparseBlock, family_of
 from ermoe.models.clusters import errors_of_widths, sample_tokens
 from ermoe.models.count import count
-from ermoe.models.passes import evaluating, images_of
 from ermoe.models.upcycle import upcycle
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
 from ermoe.train.loader import Loader
 
 _STEPS = 16  # widths are multiples of a sixteenth of the dense one
-_NOISE = 0.2  # of the deviation of an output, when its weight for the answers is measured
 _TOKENS_TO_CHOOSE = 32_768
-_log = logging.getLogger("ermoe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +171,21 @@ def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Sli
     )
 
 
-def choose_widths(model: nn.Module, batches: Iterable[Any], budget: float, num_experts: int) -> dict[int, int]:
+def choose_widths(model: nn.Module, calibration: Iterable[Any], budget: float, num_experts: int) -> dict[int, int]:
     """The hidden width of the experts of each block that gets some, by its index; the other blocks stay dense."""
     family = family_of(model)
     blocks = family.blocks(model)
     if any(isinstance(block, SparseBlock) for _, block in blocks):
         raise UserError("this model is sparse already: slim the dense one")
     networks = {name: family.ffn(block) for name, block in blocks}
-    tokens = sample_tokens(model, networks, batches, max_tokens=_TOKENS_TO_CHOOSE)
-    weights = weights_of_layers(model, networks, next(iter(batches)))
+    taught = {name: (block, networks[name]) for name, block in blocks}
+    tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
     harm = {}  # what the answers suffer at 1, 2, … sixteenths of the width
     for name, ffn in networks.items():
+        own = tokens.pop(name)
         widths = [_width(ffn, step) for step in range(1, _STEPS)]
-        errors = errors_of_widths(ffn, tokens.pop(name), num_experts, widths)
-        harm[name] = [weights[name] * error for error in (*errors, 0.0)]
+        errors = errors_of_widths(ffn, own, num_experts, widths)
+        harm[name] = [own.cost * error for error in (*errors, 0.0)]
     to_save = (1 - budget) * count(model).flops.total
     chosen = _shrink(networks, harm, to_save, family.num_tokens(model), num_experts)
     return {
@@ -229,32 +225,3 @@ def _shrink(
         _, name, fewer = min(ways)
         kept[name] = fewer
     return kept
-
-
-@torch.no_grad()
-def weights_of_layers(model: nn.Module, networks: dict[str, FFN], batch: Any) -> dict[str, float]:
-    """KL(model ‖ model with noise in the output of one network) over the noise's energy, by network."""
-    parameter = next(model.parameters())
-    image = images_of(batch)[:32].to(parameter)
-    blocks = dict(family_of(model).blocks(model))
-    weights = {}
-    with evaluating(model):
-        wanted_BC = model(image).float().log_softmax(1)
-        for name in networks:
-            generator = torch.Generator(device=image.device).manual_seed(0)
-            energy: list[float] = []
-
-            def disturb(module: nn.Module, args: object, out: Tensor) -> Tensor:
-                noise = torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)  # noqa: B023
-                noise *= _NOISE * out.std()
-                energy.append(float(noise.square().sum(-1).mean()))  # noqa: B023
-                return out + noise
-
-            hook = dense_network(blocks[name]).register_forward_hook(disturb)
-            try:
-                answer_BC = model(image).float().log_softmax(1)
-            finally:
-                hook.remove()
-            divergence = float(F.kl_div(answer_BC, wanted_BC, log_target=True, reduction="batchmean"))
-            weights[name] = max(divergence, 1e-12) / energy[0]
-    return weights

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ermoe.errors import UserError
 from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, family_of, sparsify
 from ermoe.models.calibrate import settle_offsets
-from ermoe.models.clusters import GroupFit, fill_from_groups, fitted, sample_tokens
+from ermoe.models.clusters import GroupFit, Tokens, fill_from_groups, fitted, sample_tokens
 from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
@@ -203,9 +203,9 @@ def upcycle(
     _check(family, model, sparsity, init)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
-    networks = {name: family.ffn(block) for name, block in chosen.values()}
-    tokens = {} if calibration is None else sample_tokens(model, networks, calibration)
-    del networks
+    taught = {name: (block, family.ffn(block)) for name, block in chosen.values()}
+    tokens = {} if calibration is None else sample_tokens(model, taught, calibration)
+    del taught
     fits = {}
     for index, (name, block) in chosen.items():
         fits[name] = _convert(family, block, index, sparsity, init, tokens.pop(name, None), generator)
@@ -253,7 +253,7 @@ def _convert(
     index: int,
     sparsity: Sparsity,
     init: str,
-    x_TD: Tensor | None,
+    tokens: Tokens | None,
     generator: torch.Generator | None,
 ) -> GroupFit | float | None:
     """Makes one block sparse; returns how near its output comes to the dense one, if experts are smaller or differ."""
@@ -268,11 +268,11 @@ def _convert(
         elif init == "same":
             fill_from_dense(layer, ffn.fresh(generator))
         elif init == "clusters":
-            assert x_TD is not None
-            fit = fill_from_groups(layer, ffn, x_TD, generator)
+            assert tokens is not None
+            fit = fill_from_groups(layer, ffn, tokens, generator)
         elif init == "dense":
-            fill_from_dense(layer, ffn if x_TD is None else fitted(ffn, x_TD, *layer.experts.size))
-            fit = output_error(layer, ffn, x_TD)
+            fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
+            fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)
     sparsify(block, layer, family.sparse_block, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
     return fit
 

@@ -7,11 +7,11 @@ expert layers in some of its blocks. Besides timm's arguments they take those of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer, _cfg, checkpoint_filter_fn
 from torch import nn
 
 from ermoe.errors import UserError
@@ -46,22 +46,6 @@ class SparseVisionTransformer(VisionTransformer):
         upcycle(self, init="random", inplace=True, **sparse)
 
 
-def _cfg(**options: Any) -> dict[str, Any]:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": IMAGENET_INCEPTION_MEAN,
-        "std": IMAGENET_INCEPTION_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        **options,
-    }
-
-
 default_cfgs = generate_default_cfgs(
     {
         "ermoe_vit_tiny_patch16_224": _cfg(),
@@ -74,9 +58,15 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, size: dict[str, Any], options: dict[str, Any]) -> nn.Module:
+def _create(
+    variant: str,
+    pretrained: bool,
+    size: dict[str, Any],
+    options: dict[str, Any],
+    build: Callable[..., nn.Module] = SparseVisionTransformer,
+) -> nn.Module:
     return build_model_with_cfg(
-        SparseVisionTransformer,
+        build,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -138,14 +128,7 @@ def ermoe_upcycled(pretrained: bool = False, *, description: Description = _EXAM
         dense = {**description["dense"], "args": {**description["dense"]["args"], **args}}
         return rebuild({**description, "dense": dense}, init="empty" if pretrained else "random")
 
-    model: nn.Module = build_model_with_cfg(
-        build,
-        "ermoe_upcycled",
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"},
-        **options,
-    )
+    model = _create("ermoe_upcycled", pretrained, {}, options, build)
     # The model says what it is, not how it was found, so that it can be written down again.
     remembered: Any = model.pretrained_cfg
     remembered["architecture"] = description["dense"]["architecture"]

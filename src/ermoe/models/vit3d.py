@@ -19,6 +19,9 @@ from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.nn import ContextAttention
 
+# Of the arguments of `ViT3D`: the last two change with its classifier.
+_NOT_CONFIGURED = ("self", "__class__", "num_classes", "global_pool")
+
 
 class FeedForward(nn.Module):
     """fc2(GELU(fc1(x))), with dropout after each step; parameters are named as in timm, whose import takes seconds."""
@@ -120,30 +123,18 @@ class ViT3D(nn.Module):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
+        self.config: Json = {name: arguments[name] for name in arguments if name not in _NOT_CONFIGURED}
+        self.config["volume_size"] = list(volume_size)
         if len(volume_size) != 3 or min(volume_size) < 1:
             raise UserError(f"volume_size={tuple(volume_size)}: need three positive numbers of voxels")
         if pos_embed not in ("learned", "sincos"):
             raise UserError(f"pos_embed={pos_embed!r}: use 'learned' or 'sincos'")
         if patch_size < 1:
             raise UserError(f"patch_size={patch_size}: a cube has an edge of at least one voxel")
-        _check_pool(global_pool)
-        self.config: Json = {
-            "volume_size": list(volume_size),
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_heads": num_heads,
-            "mlp_ratio": mlp_ratio,
-            "pos_embed": pos_embed,
-            "drop_rate": drop_rate,
-            "proj_drop_rate": proj_drop_rate,
-            "attn_drop_rate": attn_drop_rate,
-            "drop_path_rate": drop_path_rate,
-        }
         self.patch_size, self.in_chans, self.embed_dim = patch_size, in_chans, embed_dim
-        self.num_classes, self.num_features, self.global_pool = num_classes, embed_dim, global_pool
+        self.num_features, self.global_pool = embed_dim, global_pool
         self.grid_size = tuple(math.ceil(size / patch_size) for size in volume_size)
         self.grad_checkpointing = False
 
@@ -151,20 +142,11 @@ class ViT3D(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, *self.grid_size, embed_dim)) if pos_embed == "learned" else None
         rates = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
-        self.blocks = nn.ModuleList(
-            VolumeBlock(
-                embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                proj_drop=proj_drop_rate,
-                attn_drop=attn_drop_rate,
-                drop_path=rate,
-            )
-            for rate in rates
-        )
+        options = {"mlp_ratio": mlp_ratio, "proj_drop": proj_drop_rate, "attn_drop": attn_drop_rate}
+        self.blocks = nn.ModuleList(VolumeBlock(embed_dim, num_heads, drop_path=rate, **options) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self.reset_classifier(num_classes, global_pool)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -258,15 +240,11 @@ class ViT3D(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new last layer."""
         global_pool = self.global_pool if global_pool is None else global_pool
-        _check_pool(global_pool)
+        if global_pool not in ("token", "avg"):
+            raise UserError(f"global_pool={global_pool!r}: use 'token' or 'avg'")
         self.num_classes, self.global_pool = num_classes, global_pool
-        self.head = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self.head: nn.Module = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.head.to(self.cls_token)
-
-
-def _check_pool(global_pool: str) -> None:
-    if global_pool not in ("token", "avg"):
-        raise UserError(f"global_pool={global_pool!r}: use 'token' or 'avg'")
 
 
 def pad_to_cubes(volume: Tensor, patch_size: int, value: float = 0.0) -> Tensor:

@@ -107,11 +107,11 @@ class OffsetBalance(Balance):
 class MeanBalance(Balance):
     """offset_e = −(running mean score of expert e): no expert is favoured for scoring high on everything."""
 
+    momentum = 0.1
     num_updates: Tensor
 
-    def __init__(self, num_experts: int, *, momentum: float = 0.1, device: torch.device | str | None = None) -> None:
+    def __init__(self, num_experts: int, *, device: torch.device | str | None = None) -> None:
         super().__init__(num_experts, device=device)
-        self.momentum = momentum
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long, device=device))
 
     def reset_parameters(self) -> None:

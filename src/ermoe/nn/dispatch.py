@@ -61,8 +61,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor) -> tuple[Tensor, None, None, None]:
-        slot_A, start_T = ctx.saved_tensors
-        return _in_float(lambda grad: _sum_per_token(grad, None, slot_A, start_T), grad_AD), None, None, None
+        wide = torch.promote_types(grad_AD.dtype, torch.float32)  # half-precision gradients are summed in float32
+        summed_TD = _sum_per_token(grad_AD.to(wide), None, *ctx.saved_tensors)
+        return summed_TD.to(grad_AD.dtype), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -78,13 +79,6 @@ class _Combine(torch.autograd.Function):
         y_AD, weight_A, token_A = ctx.saved_tensors
         grad_AD = grad_TD[token_A]
         return grad_AD * weight_A.unsqueeze(1), (grad_AD * y_AD).sum(1), None, None, None
-
-
-def _in_float(function: Any, grad: Tensor) -> Tensor:
-    """Half-precision gradients are summed in float32."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    result: Tensor = function(grad.to(wide)).to(grad.dtype)
-    return result
 
 
 def gather(x_TD: Tensor, plan: Plan) -> Tensor:

@@ -17,12 +17,7 @@ from ermoe.nn.start import Start, parameter
 class Gate(nn.Module):
     """Logits x W, (..., E), with a learned W (D, E) and no bias, in at least float32."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        **start: Unpack[Start],
-    ) -> None:
+    def __init__(self, dim: int, num_experts: int, **start: Unpack[Start]) -> None:
         super().__init__()
         self.W = parameter(dim, num_experts, **start)
         self.reset_parameters(start.get("generator"))

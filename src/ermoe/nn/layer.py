@@ -70,6 +70,15 @@ class MixtureLayer(nn.Module, ABC):
         self.experts.reset_parameters(generator)
         self.reset_router(generator)
 
+    def grouped(
+        self, x: Tensor, context: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The input of a forward pass, checked: x and context as (G, S, D) with zeros for padding, the mask (G, S)."""
+        _check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.needs_context)
+        context_GSD = None if context is None else groups(only_real(context, mask))
+        mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
+        return groups(only_real(x, mask)), context_GSD, mask_GS
+
     def tell_observers(self, routing: Routing) -> None:
         """Shows a forward pass to whoever watches, unless it is a repetition of one already shown."""
         if self.observers and not is_recomputing():
@@ -101,7 +110,7 @@ def only_real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
 
 
-def check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
+def _check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
     """Raises a ValueError that says what is wrong with a layer's input."""
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ermoe.nn.capacity import places
 from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.nn.experts import Experts
-from ermoe.nn.layer import MixtureLayer, check_inputs, groups, only_real
+from ermoe.nn.layer import MixtureLayer, groups, only_real
 from ermoe.nn.routers import Router
 from ermoe.nn.routing import Routing
 
@@ -56,10 +56,7 @@ class MoE(MixtureLayer):
         return self.mix(x_GSD.flatten(0, 1), routing).view(x.shape).to(x.dtype)
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
-        check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.router.needs_context)
-        context_GSD = None if context is None else groups(only_real(context, mask))
-        mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
-        routing: Routing = self.router(groups(only_real(x, mask)), context_GSD, mask_GS, self.experts.token_basis)
+        routing: Routing = self.router(*self.grouped(x, context, mask), self.experts.token_basis)
         return routing if self.forced_G is None else routing.forced(self.forced_G)
 
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:

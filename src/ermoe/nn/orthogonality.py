@@ -48,12 +48,8 @@ def orthogonality_loss(model: nn.Module) -> Tensor:
     >>> bool(orthogonality_loss(EigenMoE(16, num_experts=2)) < 1e-9)
     True
     """
-    penalties = [_penalty(basis) for basis in bases(model)]
+    penalties = [over_processes(orthogonality_penalty(own_experts(basis)), basis, "sum") for basis in bases(model)]
     return torch.stack(penalties).sum() if penalties else torch.zeros(())
-
-
-def _penalty(basis: Tensor) -> Tensor:
-    return over_processes(orthogonality_penalty(own_experts(basis)), basis, "sum")
 
 
 @torch.no_grad()

@@ -10,26 +10,30 @@ Letters: A rows (pairs sorted by expert), E experts, I input and O output width 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class Products(Protocol):
+class Products(ABC):
     """The operations of which every expert is made."""
 
+    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         """x W + b with the rows' own expert; ``weight`` is (E, I, O), or (E, O, I) if ``transposed``."""
 
+    @abstractmethod
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         """x · s, column by column, with the rows' own expert; ``factor`` is (E, I)."""
 
     def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
         """x W + b with W = U diag(s) Vᵀ built first."""
+        return self.linear(x, _merge(U, s, V), bias)
 
+    @abstractmethod
     def rows_per_expert(self, x: Tensor) -> float:
         """How many rows of ``x`` an expert has, on average."""
 
@@ -41,7 +45,7 @@ def _merge(U: Tensor, s: Tensor, V: Tensor) -> Tensor:
     return (U * s.unsqueeze(-2)) @ V.mT
 
 
-class _OneExpert:
+class _OneExpert(Products):
     """Products with the weights of a single expert.
 
     A stacked parameter is unbound once: its gradient is then assembled by one stack. Indexing it expert by expert
@@ -72,7 +76,7 @@ class _OneExpert:
         return x.shape[0]
 
 
-class _GroupedRows:
+class _GroupedRows(Products):
     """Products of all experts at once with ``grouped_mm``, rows sorted by expert."""
 
     def __init__(self, count_E: Tensor, num_rows: int) -> None:
@@ -89,14 +93,11 @@ class _GroupedRows:
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         return x * factor.to(x.dtype)[self._expert_A]
 
-    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-        return self.linear(x, _merge(U, s, V), bias)
-
     def rows_per_expert(self, x: Tensor) -> float:
         return x.shape[0] / len(self._end_E)
 
 
-class _AllExperts:
+class _AllExperts(Products):
     """Products of every expert with every row: x is (E, T, I)."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
@@ -106,9 +107,6 @@ class _AllExperts:
 
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
         return x * factor.unsqueeze(1).to(x.dtype)
-
-    def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-        return self.linear(x, _merge(U, s, V), bias)
 
     def rows_per_expert(self, x: Tensor) -> float:
         return x.shape[1]

@@ -19,11 +19,12 @@ from ermoe.files import Json, StrPath
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.captions.schema import CaptionSet
 from ermoe.retrieval.clip.towers import tokenise, trim
+from ermoe.train.loop import TrainingData
 
 
 @dataclass(frozen=True, slots=True)
-class CaptionedImages:
-    """The train and dev splits of a protocol; see `ermoe.train.loop.TrainingData`. Test is no part of it.
+class CaptionedImages(TrainingData):
+    """The train and dev splits of a protocol. Test is no part of it; the weights themselves remember the images.
 
     With ``cache`` all images are decoded once and kept in memory.
     """
@@ -51,10 +52,6 @@ class CaptionedImages:
     def identity(self) -> Json:
         """Where they are, under which protocol, and how many."""
         return {"data": self.path, "protocol": self.protocol, "num_images": len(self.train)}
-
-    def beside(self) -> Json:
-        """Nothing: the weights themselves remember the images they have seen."""
-        return {}
 
     def splits(self, side: int) -> tuple[CaptionSet, CaptionSet]:
         """Train and dev for a model whose images have ``side`` pixels a side."""

@@ -204,9 +204,11 @@ class Classify:
             raise UserError(f"--top {self.top}: need at least 1")
         if bool(self.images) == (self.data is not None):
             raise UserError("give image files, or --data with a labelled set")
+        from timm.utils import accuracy
+
         from ermoe.data.images import open_images
         from ermoe.retrieval.build import load_clip
-        from ermoe.retrieval.encode import accuracy, classify
+        from ermoe.retrieval.encode import classify
         from ermoe.retrieval.index import image_files
 
         names = _names(self.classes)
@@ -221,8 +223,8 @@ class Classify:
             model = load_clip(self.model, device=compute.device)
             chance_NC = classify(model, images, names, templates=self.templates, compute=compute)
         if self.data is not None:
-            top1, top5 = (accuracy(chance_NC, images.label_N, top=top) for top in (1, 5))
-            compute.say(f"{images.summary}\nzero-shot top-1 {top1:.1%}, top-5 {top5:.1%}")
+            top1, top5 = accuracy(chance_NC, images.label_N, topk=(1, 5))
+            compute.say(f"{images.summary}\nzero-shot top-1 {top1:.1f}%, top-5 {top5:.1f}%")
             return
         for image, chance_C in zip(self.images, chance_NC, strict=True):
             value, order = chance_C.sort(descending=True, stable=True)

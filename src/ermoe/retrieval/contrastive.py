@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 
 from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers
@@ -26,16 +26,16 @@ from ermoe.retrieval.captioned import CaptionedBatch, CaptionedImages, Captioned
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.towers import tokenise
 from ermoe.retrieval.encode import encode_images, encode_tokens, image_transform
-from ermoe.retrieval.figures import retrieve
+from ermoe.retrieval.figures import retrieve, wide
 from ermoe.retrieval.presets import RetrievalRecipe
 from ermoe.retrieval.rivals.long_clip import primary_components
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
-from ermoe.train.loop import settle_on
+from ermoe.train.loop import Task, settle_on
 
 
-class Contrastive:
-    """Trains a CLIP with one caption an image and epoch; see `ermoe.train.loop.Task`.
+class Contrastive(Task):
+    """Trains a CLIP with one caption an image and epoch; batches and texts follow from the seed.
 
     With a frozen text tower every text is encoded once. The test split is no part of it.
     """
@@ -117,13 +117,6 @@ class Contrastive:
         figures = retrieve(image_ID, text_TD, self.dev_set.text_to_image_T).figures()
         return {**figures, "scale": whole(self.clip.logit_scale).exp().item()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: batches and texts follow from the seed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
 
 def _check(recipe: RetrievalRecipe) -> None:
     training = recipe.training
@@ -156,8 +149,8 @@ def contrastive_loss(
     image_GD, text_GD = _gathered(image_BD), _gathered(text_BD)
     # At least float32: under autocast, half-precision logits of a large scale lose the small differences.
     with torch.autocast(image_BD.device.type, enabled=False):
-        from_image_BG = scale * _wide(image_BD) @ _wide(text_GD).mT
-        from_text_BG = scale * _wide(text_BD) @ _wide(image_GD).mT
+        from_image_BG = scale * wide(image_BD) @ wide(text_GD).mT
+        from_text_BG = scale * wide(text_BD) @ wide(image_GD).mT
         losses = [
             F.cross_entropy(logit_BG, target_B, label_smoothing=label_smoothing)
             for logit_BG in (from_image_BG, from_text_BG)
@@ -167,32 +160,12 @@ def contrastive_loss(
 
 def _gathered(feature_BD: Tensor) -> Tensor:
     """The features of all processes in the order of their ranks, (G, D); gradients find their way back."""
-    return _Gather.apply(feature_BD) if _is_shared() else feature_BD
-
-
-class _Gather(torch.autograd.Function):
-    """Every process used every feature, so a feature's gradient is the sum of what all processes ask of it."""
-
-    @staticmethod
-    def forward(ctx: Any, feature_BD: Tensor) -> Tensor:
-        ctx.size = len(feature_BD)
-        parts = [torch.empty_like(feature_BD) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, feature_BD.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad_GD = grads[0].clone()
-        dist.all_reduce(grad_GD)
-        return grad_GD[dist.get_rank() * ctx.size : (dist.get_rank() + 1) * ctx.size]
+    # Every process used every feature, so a feature's gradient is the sum of what all processes ask of it.
+    return torch.cat(all_gather(feature_BD.contiguous())) if _is_shared() else feature_BD
 
 
 def _is_shared() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _wide(feature: Tensor) -> Tensor:
-    return feature if feature.dtype == torch.float64 else feature.float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ermoe.data.order import evaluation_batches
 from ermoe.errors import UserError
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.towers import tokenise, trim
+from ermoe.retrieval.figures import wide
 from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader
 from ermoe.train.settings import NO_AUGMENTATION, Augmentation
@@ -78,8 +79,7 @@ def _where(model: CLIP) -> Compute:
 
 def _shared(feature: Tensor) -> Tensor:
     """Every process has filled its own rows, the others are zero."""
-    summed = sum_over_processes(feature).cpu()
-    return summed if summed.dtype == torch.float64 else summed.float()
+    return wide(sum_over_processes(feature).cpu())
 
 
 def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = _TEMPLATES) -> Tensor:
@@ -113,13 +113,3 @@ def classify(
     feature_ND = encode_images(model, images, batch_size=batch_size, compute=compute)
     scale = model.logit_scale.detach().exp().cpu().to(feature_ND.dtype)
     return (scale * feature_ND @ feature_CD.mT).softmax(-1)
-
-
-def accuracy(chance_NC: Tensor, label_N: Tensor, *, top: int = 1) -> float:
-    """Share of images whose class is among the ``top`` most probable.
-
-    >>> accuracy(torch.tensor([[0.7, 0.3], [0.4, 0.6]]), torch.tensor([0, 0]))
-    0.5
-    """
-    best_NK = chance_NC.topk(min(top, chance_NC.shape[1])).indices
-    return float((best_NK == label_N.unsqueeze(1)).any(1).double().mean())

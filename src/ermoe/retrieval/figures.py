@@ -110,8 +110,8 @@ class Retrieval:
         variants = {ties: self.figures(ties) for ties in ("middle", "for")}
         return {ties: figures for ties, figures in variants.items() if figures != strict}
 
-    def intervals(self, *, draws: int = 1000, seed: int = 0, level: float = 0.95) -> dict[str, tuple[float, float]]:
-        """Percentile intervals of the recalls and of RSUM, drawing images with their captions, with replacement.
+    def intervals(self, *, draws: int = 1000, seed: int = 0) -> dict[str, tuple[float, float]]:
+        """95 % intervals of the recalls and of RSUM, drawing images with their captions, with replacement.
 
         Captions of one image are not independent, so they are drawn together. The pool of candidates stays as it is.
         """
@@ -123,8 +123,7 @@ class Retrieval:
             texts = weight_I @ count_I
             row[:-1] = (weight_I @ hits_IF) / np.repeat([len(count_I), texts], len(CUTS))
             row[-1] = 100 * row[:-1].sum()
-        tail = (1 - level) / 2
-        low_F, high_F = np.quantile(drawn, (tail, 1 - tail), axis=0)
+        low_F, high_F = np.quantile(drawn, (0.025, 0.975), axis=0)
         return {
             name: (float(low), float(high)) for name, low, high in zip((*RECALLS, "rsum"), low_F, high_F, strict=True)
         }
@@ -184,7 +183,7 @@ def rank(
     [0.0, 0.0]
     """
     _check(query_QD, candidate_CD, query_group_Q, candidate_group_C)
-    query_QD, candidate_CD = _at_least_float32(query_QD), _at_least_float32(candidate_CD)
+    query_QD, candidate_CD = wide(query_QD), wide(candidate_CD)
     place_QP = _right_places(query_group_Q, candidate_group_C)
     num_queries, num_candidates = len(query_QD), len(candidate_CD)
     above_Q, tied_Q, tied_before_Q = (torch.zeros(num_queries, dtype=torch.long) for _ in range(3))
@@ -267,7 +266,8 @@ def _check(query_QD: Tensor, candidate_CD: Tensor, query_group_Q: Tensor, candid
             raise UserError(f"the features of the {name} hold NaN or infinity: they cannot be ranked")
 
 
-def _at_least_float32(feature: Tensor) -> Tensor:
+def wide(feature: Tensor) -> Tensor:
+    """Features in float32 at least."""
     return feature if feature.dtype == torch.float64 else feature.float()
 
 

@@ -6,7 +6,6 @@ Letters: I images, T texts, D width, B bins.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ermoe.analysis.page import Markup, Page, figure, grid, heading, svg, table, tiles
-from ermoe.analysis.plots import ACCENT, LINE, MUTED, style
+from ermoe.analysis.plots import ACCENT, MUTED, Curve, Scale, curves, panel
 from ermoe.data.images import Images
 from ermoe.errors import UserError
 from ermoe.files import StrPath
@@ -132,35 +131,24 @@ def rank_curves(retrieval: Retrieval) -> Figure:
 
     Ties count against the model; k is on a logarithmic axis.
     """
-    with style():
-        drawing = Figure(figsize=(4.1, 3.1), layout="constrained")
-        axes = drawing.subplots()
-        dashed: Any = {"linewidth": 1, "linestyle": (0, (3, 3))}
-        for side, (name, ranks, colour) in enumerate(
-            (("image → text", retrieval.image_to_text, ACCENT), ("text → image", retrieval.text_to_image, _WARM))
-        ):
-            rank_Q = np.sort(ranks.zero_based().numpy())
-            cuts = np.unique(np.geomspace(1, ranks.num_candidates, 60).astype(int))
-            share = np.searchsorted(rank_Q, cuts - 1, side="right") / len(rank_Q)
-            axes.plot(cuts, 100 * share, color=colour, linewidth=1.8, label=name)
-            chance = [100 * retrieval.chance(int(k))[side] for k in cuts[cuts <= 1000]]
-            axes.plot(cuts[: len(chance)], chance, color=colour, **dashed)
-        axes.plot([], [], color=MUTED, label="random order", **dashed)
-        axes.set_xscale("log")
-        axes.set_ylim(0, 100)
-        axes.set_xlabel("first k candidates")
-        axes.set_ylabel("queries answered, %")
-        axes.grid(color=LINE, linewidth=0.5, alpha=0.6)
-        axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0.3)
-    return drawing
+    lines, colours = {}, []
+    directions = ("image → text", retrieval.image_to_text, ACCENT), ("text → image", retrieval.text_to_image, _WARM)
+    for side, (name, ranks, colour) in enumerate(directions):
+        rank_Q = np.sort(ranks.zero_based().numpy())
+        cuts = np.unique(np.geomspace(1, ranks.num_candidates, 60).astype(int))
+        share = np.searchsorted(rank_Q, cuts - 1, side="right") / len(rank_Q)
+        lines[name] = Curve(cuts.tolist(), share.tolist())
+        # A name that begins with "_" stays out of the legend.
+        near = cuts[cuts <= 1000].tolist()
+        lines[f"_{name}, random order"] = Curve(near, [retrieval.chance(k)[side] for k in near], dashed=True)
+        colours += [colour, colour]
+    return curves(lines, colours, Scale("first k candidates", "queries answered", percent=True, log_x=True))
 
 
 def similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor) -> Figure:
     """Cosines of right pairs and of wrong ones; wrong ones are those of at most 1,000 images, evenly spaced."""
     right, wrong, edge = similarities(image_ID, text_TD, text_to_image_T)
-    with style():
-        drawing = Figure(figsize=(4.1, 2.7), layout="constrained")
-        axes = drawing.subplots()
+    with panel(2.7) as (drawing, axes):
         for name, count, colour in (("wrong pairs", wrong, MUTED), ("right pairs", right, ACCENT)):
             share = count / max(count.sum(), 1)
             axes.stairs(share, edge, fill=True, color=colour, alpha=0.22)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from rich.console import Console
 
-from ermoe.console import parse_command
 from ermoe.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,3 @@ class Bench:
             result = benchmarks[name]()
             show(result, console)
             console.print(f"written: {save(result, self.out)}")
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    parse_command(Bench, argv, prog="ermoe bench")(Console())

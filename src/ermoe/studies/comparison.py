@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ermoe.analysis.summary import MEASURES
 from ermoe.data.images import Images, open_images
 from ermoe.data.order import Order
 from ermoe.images.presets import IMAGE_LEVEL, recipe
@@ -32,13 +33,8 @@ STEPS = "steps"
 _STUDY = "image study"
 _ROUNDS = 30
 _NUM_BATCHES = 4
-_COLUMNS = {
-    "top1": ("accuracy", ".2%"),
-    "load_cv2": ("load CV²", ".4f"),
-    "weight_cv2": ("weight CV²", ".4f"),
-    "fallback_rate": ("fallback", ".1%"),
-    "fluctuation": ("fluctuation", ".1%"),
-}
+_MEASURED = ("load_cv2", "weight_cv2", "fallback_rate", "fluctuation")
+_COLUMNS = {"top1": ("accuracy", ".2%")} | {name: (MEASURES[name].label, MEASURES[name].style) for name in _MEASURED}
 
 
 def run_comparison(asked: Comparison, *, console: Console | None = None) -> list[Record]:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-
-from ermoe.console import parse_command, say
+from ermoe.console import say
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from ermoe.studies.bench.measure import Measurement
     from ermoe.studies.record import Record
@@ -60,6 +58,7 @@ class Demo:
         from ermoe.explore.inspect import inspect
         from ermoe.studies.comparison import run_comparison, step_times
         from ermoe.studies.image_command import Comparison
+        from ermoe.studies.tables import Table
 
         say(console, f"Training {', '.join(MODELS)} on the digits of scikit-learn, {self.epochs} epochs.")
         trained = self.out / f"{self.epochs}-epochs"
@@ -73,7 +72,8 @@ class Demo:
             device=self.device,
         )
         records = run_comparison(asked, console=console)
-        console.print(_table(rows(records, step_times(asked), trained / "runs", self.seed)))
+        made = rows(records, step_times(asked), trained / "runs", self.seed)
+        console.print(Table(HEADER, made).terminal(bold="ERMoE"))
         say(console, _noise_note(records[0]["figures"]["top1"]))
         runs = {name: trained / "runs" / f"{preset}-{self.seed}" for name, preset in MODELS.items()}
         sparse = [str(folder) for name, folder in runs.items() if name != "dense"]
@@ -109,19 +109,3 @@ def _noise_note(accuracy: float) -> str:
         f"With {num_test} held-out digits and one seed, accuracies less than about {300 * error:.1f} points apart are "
         "equal."
     )
-
-
-def _table(made: list[list[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for place, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if place else "left")
-    for row in made:
-        table.add_row(*row, style="bold" if row[0] == "ERMoE" else None)
-    return table
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    parse_command(Demo, argv, prog="ermoe demo")(Console())

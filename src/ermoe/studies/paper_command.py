@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ermoe.console import Command, run_command
+from ermoe.console import Command
 from ermoe.studies.paper.setup import Setup
 
 if TYPE_CHECKING:
@@ -50,8 +50,3 @@ class Run:
 
 
 COMMANDS: dict[str, type[Command]] = {"list": List, "run": Run}
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    run_command(COMMANDS, argv, prog="ermoe paper", description="Every table and figure of the paper as one command.")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ermoe.cpu import described
 from ermoe.errors import UserError
-from ermoe.files import append, replacing
-from ermoe.train.run_folder import differences, read_lines
+from ermoe.files import append, replacing, to_json
+from ermoe.train.run_folder import as_lines, differences, read_lines
 
 Record = dict[str, Any]
 RECORDS = "records.jsonl"
@@ -98,9 +99,9 @@ def run_queue(
 
 def _refuse_another(record: Record, job: Job, path: Path, defaults: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuses a record whose settings are not those asked for, as far as both name them."""
-    there, asked = dict(record["settings"]), as_json(dict(job.settings))
+    there, asked = dict(record["settings"]), to_json(dict(job.settings))
     for name in defaults.keys() & there.keys():
-        there[name] = as_json({**defaults[name], **there[name]})
+        there[name] = to_json({**defaults[name], **there[name]})
     common = there.keys() & asked.keys()
     changed = differences({name: there[name] for name in common}, {name: asked[name] for name in common})
     if _is_other_data(there.get("data"), asked.get("data")):
@@ -178,7 +179,7 @@ def add_records(path: Path, *records: Record) -> list[Record]:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     own = {"name": "a", "seed": 1, "figures": {"x": math.nan}, "environment": {"commit": "0e424b7"}}
+    ...     own = {"name": "a", "seed": 1, "figures": {"x": float("nan")}, "environment": {"commit": "0e424b7"}}
     ...     added = add_records(Path(folder, "study.jsonl"), own, {**own, "seed": 2})
     ...     (
     ...         added == read_records(Path(folder, "study.jsonl")),
@@ -189,7 +190,7 @@ def add_records(path: Path, *records: Record) -> list[Record]:
     """
     earlier = _lines(path)
     known = {line["environment"] for line in earlier if "name" not in line}
-    lines, added = [], [as_json(record) for record in records]
+    lines, added = [], [to_json(record) for record in records]
     for record in added:
         around = record["environment"]
         number = hashlib.sha256(json.dumps(around, sort_keys=True).encode()).hexdigest()[:8]
@@ -197,8 +198,10 @@ def add_records(path: Path, *records: Record) -> list[Record]:
             known.add(number)
             lines.append({"environment": number, **around})
         lines.append({**record, "environment": number})
-    _mend(path, _text(earlier))
-    append(path, _text(lines))
+    if not path.is_file() or path.read_bytes() != as_lines(earlier):  # a torn last line would damage what is added
+        with replacing(path) as draft:
+            draft.write_bytes(as_lines(earlier))
+    append(path, as_lines(lines))
     return added
 
 
@@ -228,28 +231,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return read_lines(path) if path.is_file() else []
 
 
-def _text(lines: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-
-
-def _mend(path: Path, whole: bytes) -> None:
-    """Makes the file, and cuts off a torn last line, which would damage what is added."""
-    if not path.is_file() or path.read_bytes() != whole:
-        with replacing(path) as draft:
-            draft.write_bytes(whole)
-
-
-def as_json(value: Any) -> Any:
-    """As JSON will have it: keys are strings, tuples are lists, and NaN, which it does not know, is null."""
-    if isinstance(value, dict):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 def command_line() -> str:
     """What was typed to come here."""
     script = Path(sys.argv[0]).resolve()
@@ -260,13 +241,7 @@ def command_line() -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+    cpu = described()["model name"] or platform.processor() or platform.machine()
     return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
 
 
@@ -274,21 +249,19 @@ def versions() -> dict[str, str]:
     """Versions of everything that takes part."""
     installed = {}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
 def commit() -> str:
     """The commit of the checkout this code runs from, with "+" for uncommitted changes; "" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", ":/src"], capture_output=True, text=True, check=True
-        )
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ":/src") else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table as TerminalTable
 
 from ermoe.errors import UserError
-from ermoe.studies.figures import cell, figures_of
+from ermoe.studies.figures import Runs
 from ermoe.studies.record import Record
 
 _MARKED = re.compile(r"^( *)<!-- table: ([\w-]+) -->\n.*?^ *<!-- end of table -->$", re.MULTILINE | re.DOTALL)
@@ -42,13 +42,13 @@ class Table:
         lines = [["", *self.header, ""], ["", ":--", *["--:"] * (len(self.header) - 1), ""]]
         return "\n".join(" | ".join(line).strip() for line in [*lines, *(["", *row, ""] for row in self.rows)])
 
-    def terminal(self) -> TerminalTable:
-        """For the terminal."""
+    def terminal(self, *, bold: str | None = None) -> TerminalTable:
+        """For the terminal; the row about ``bold`` stands out."""
         table = TerminalTable(box=box.SIMPLE, header_style="bold")
         for index, name in enumerate(self.header):
             table.add_column(name, justify="left" if index == 0 else "right")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*row, style="bold" if row[0] == bold else None)
         return table
 
     def only(self, *columns: str) -> Table:
@@ -80,7 +80,7 @@ def one_row_a_name(
 
 def spread(*path: str, style: str = ".2%") -> Show:
     """Mean ± standard deviation over runs of one of their figures."""
-    return lambda runs: cell(figures_of(runs, runs[0]["name"], *path), style)
+    return lambda runs: Runs(runs).cell(runs[0]["name"], *path, style=style)
 
 
 def filled_in(text: str, tables: Mapping[str, Callable[[], Table]]) -> str:

@@ -32,6 +32,8 @@ from ermoe.train.trainer import AUTOCAST, Position, Trainer
 class Task(Protocol):
     """A model, its data and what is wanted of it. Whatever has these names can be trained.
 
+    Those who inherit from it settle and remember nothing unless they say what.
+
     ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better.
     """
 
@@ -53,15 +55,18 @@ class Task(Protocol):
 
         Says on what, for the record; None if nothing was settled. Training goes on from the offsets it had.
         """
+        return None
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the model as it is, over all processes; called on every one of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the task itself must remember: tensors and plain values."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes that back."""
+        return None
 
 
 class TrainingData(Protocol):
@@ -72,6 +77,7 @@ class TrainingData(Protocol):
 
     def beside(self) -> dict[str, Any]:
         """Files that belong into the run folder, by name: what those who use the model must know of the data."""
+        return {}
 
 
 Data = TypeVar("Data", bound=TrainingData, contravariant=True)

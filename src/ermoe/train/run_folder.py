@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,17 +175,22 @@ def _identity(name: str, value: Any) -> Any:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Adds one line of JSON; a kill leaves at most one incomplete line, the last."""
-    append(path, (json.dumps(record, ensure_ascii=False) + "\n").encode())
+    append(path, as_lines([record]))
+
+
+def as_lines(records: Iterable[dict[str, Any]]) -> bytes:
+    """A line of JSON each."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
 
 def forget_lines_after(path: Path, step: int) -> None:
     """Drops what a killed run wrote after the checkpoint from which it goes on, and an incomplete last line."""
     if not path.is_file():
         return
-    kept = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in read_lines(path) if line["step"] <= step)
-    if kept.encode() != path.read_bytes():
+    kept = as_lines(line for line in read_lines(path) if line["step"] <= step)
+    if kept != path.read_bytes():
         with replacing(path) as draft:
-            draft.write_text(kept, encoding="utf-8")
+            draft.write_bytes(kept)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

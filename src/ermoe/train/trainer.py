@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import os
-import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ermoe.analysis.recorder import record_routing
-from ermoe.analysis.summary import routing_figures
+from ermoe.analysis.summary import over_layers, routing_figures
 from ermoe.data.order import hashed
 from ermoe.errors import UserError
 from ermoe.models.io import load_state, save
@@ -68,7 +67,12 @@ class Trainer:
         if settings.precision == "fp16" and is_sharded:
             raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
         if group.is_main and settings.warmup_epochs > settings.epochs:
-            _warn_of_warmup(settings)
+            logging.getLogger("ermoe").warning(
+                "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower "
+                "warmup_epochs",
+                settings.warmup_epochs,
+                settings.epochs,
+            )
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -215,25 +219,14 @@ def _watching(model: nn.Module, wanted: bool) -> Iterator[dict[str, float]]:
         return
     with record_routing(model, probe_tokens=0) as recorder:
         yield figures
-    layers = [routing_figures(tally) for tally in recorder.tallies.values()]
-    for name, summarise in (("load_cv2", max), ("fallback_rate", statistics.fmean)):
-        values = [layer[name] for layer in layers if not math.isnan(layer[name])]
-        if values:
-            figures[name] = summarise(values)
+    layers = {name: routing_figures(tally) for name, tally in recorder.tallies.items()}
+    figures |= over_layers(layers, ("load_cv2", "fallback_rate"))
 
 
 def _diverged(finding: str) -> UserError:
     return UserError(
         f"{finding}: start a new run folder with a lower base_lr, with clip or in fp32; this one would go the same way "
         "again"
-    )
-
-
-def _warn_of_warmup(settings: Training) -> None:
-    logging.getLogger("ermoe").warning(
-        "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower warmup_epochs",
-        settings.warmup_epochs,
-        settings.epochs,
     )
 
 

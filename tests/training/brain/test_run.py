@@ -23,7 +23,7 @@ from ermoe.brain.data.preprocess import prepare
 from ermoe.brain.data.scans import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.learning import learn_phantoms
+from ermoe.brain.learning import age_head, build, learn_phantoms
 from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
 from ermoe.brain.recipes import NETWORKS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
@@ -258,7 +258,7 @@ def test_the_grid_is_a_matter_of_options():
     chosen = typed("--spacing-mm 3 --patch-size 8 --normalisation mean --probe-epochs 2 4")
     assert chosen.preprocessing == Preprocessing(3.0, (64, 80, 64), "mean")  # 192 × 224 × 192 mm in whole cubes
     assert chosen.probe_epochs == (2, 4)
-    assert chosen.build(chosen.age_head([50.0])).pos_embed.shape[1:4] == (8, 10, 8)
+    assert build(chosen, age_head(chosen, [50.0])).pos_embed.shape[1:4] == (8, 10, 8)
     assert typed("") == recipe("small", "ermoe")
     assert typed("--preset tiny --method sfcn") == recipe("tiny", "sfcn")
     assert typed("--spacing-mm 3 --shape 96 112 96").preprocessing.shape == (96, 112, 96)
@@ -300,13 +300,13 @@ def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
 
 def test_what_phantoms_taught_is_kept(cache):
     chosen = recipe("tiny", "ermoe")
-    head = chosen.age_head([40.0, 80.0])
+    head = age_head(chosen, [40.0, 80.0])
     place = (Archive(cache), Compute(console=QUIET))
     first = learn_phantoms(chosen, head, *place)
     made = sorted((cache / "pretrained").iterdir())
     second = learn_phantoms(chosen, head, *place)
     assert sorted((cache / "pretrained").iterdir()) == made
-    fresh = chosen.build(head).state_dict()
+    fresh = build(chosen, head).state_dict()
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
     assert any(not torch.equal(value, fresh[name]) for name, value in first.state_dict().items())
 

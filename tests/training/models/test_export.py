@@ -40,6 +40,7 @@ np.save(outputs, y)
 """
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_the_file_runs_without_ermoe_and_for_other_batches(sparse, suffix, tmp_path):
     import numpy as np
@@ -146,6 +147,7 @@ class TestSharedPlaces:
             ermoe.export(self.build(), tmp_path / "model.pt2")
         assert ermoe.export(self.build(), tmp_path / "model.pt2", dynamic_batch=False).difference < 1e-4
 
+    @pytest.mark.no_cover
     @pytest.mark.parametrize("options", [{"eval_capacity_factor": None}, {"group_size": 1}])
     def test_without_them_any_batch_will_do(self, options):
         sparse = self.build(**options)

@@ -12,6 +12,7 @@ def load_cv2(count_E):
     return (count_E.var(correction=0) / count_E.mean() ** 2).item()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize(
     ("score", "spread"), [("eigenbasis", 1.0), ("eigenbasis", 0.1), ("prototype", 0.5), ("energy", 0.5), ("logit", 0.5)]

@@ -28,16 +28,17 @@ def printed(folder):
     """What one run says; its files are in ``folder``."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
         patch.setenv("COLUMNS", "120")
-        patch.setattr("ermoe.studies.step_times._ROUNDS", 3)
+        patch.setattr("ermoe.studies.comparison._ROUNDS", 3)
         assert main(["demo", "--epochs", "1", "--out", str(folder), "--picture", str(folder / "demo.png")]) == 0
     return output.getvalue()
 
 
 def test_the_table_has_a_row_for_each_model(printed):
-    header = next(line for line in printed.splitlines() if line.startswith("model"))
+    lines = [line.strip() for line in printed.splitlines()]
+    header = next(line for line in lines if line.startswith("model "))
     assert header.split() == [word for name in HEADER for word in name.split()]
     for name in ("dense", "learned gate", "V-MoE", "ERMoE"):
-        row = next(line for line in printed.splitlines() if line.startswith(f"{name} "))
+        row = next(line for line in lines if line.startswith(f"{name} "))
         assert re.search(r"\d+\.\d% .* \d+ k +\d+ k +\d+\.\d\d ×", row), row
     assert "points apart are equal" in " ".join(printed.split())
 

@@ -60,6 +60,7 @@ def test_a_run_killed_at_random_moments_ends_bit_identical(tmp_path):
     assert_bit_identical(tmp_path / "disturbed", tmp_path / "undisturbed")
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("where", [(0, 2), (0, 11), (1, 0), (1, 6)])
 def test_a_run_stopped_before_a_step_ends_bit_identical(tmp_path, whole, where):
     def stop(epoch, step):

@@ -42,25 +42,17 @@ def test_load_cv2_is_exact_where_float32_would_not_be():
     assert measures.load_cv2(load).item() == pytest.approx(2.0**-50, rel=1e-9)
 
 
-def test_fell_back_compares_strictly():
-    score = torch.tensor([[0.5, -1.0], [0.49, 0.1], [-0.2, -0.3]])
-    assert measures.fell_back(score, 0.5).tolist() == [False, True, True]
-
-
 def test_tail_mass_by_hand():
     # Of {0.9, 0.6, 0.5} above 0.4, all beyond the best one: 1.1 / 2.0; an expert exactly at the threshold is out.
     score = torch.tensor([[0.9, 0.6, 0.5, 0.4]])
-    assert measures.tail_mass(score, 0.4, 1).item() == pytest.approx(0.55)
-    assert measures.tail_mass(score, 0.4, 2).item() == pytest.approx(0.25)
-    assert measures.tail_mass(score, 0.4, 3).item() == 0
-    assert measures.tail_mass(score, 0.4, 4).item() == 0
+    assert measures.tail_masses(score, 0.4)[0].tolist() == pytest.approx([0.55, 0.25, 0, 0])
 
 
 def test_tail_mass_falls_with_k_and_vanishes_at_the_number_of_experts(generator):
     score = 2 * torch.rand(50, 6, generator=generator) - 1
-    tails = torch.stack([measures.tail_mass(score, 0.1, k).nan_to_num() for k in range(1, 7)])
-    assert (tails.diff(dim=0) <= 0).all()
-    assert (tails[-1] == 0).all()
+    tails = measures.tail_masses(score, 0.1).nan_to_num()
+    assert (tails.diff(dim=1) <= 0).all()
+    assert (tails[:, -1] == 0).all()
 
 
 def test_tail_masses_hold_every_k_at_once(generator):
@@ -73,7 +65,7 @@ def test_tail_masses_hold_every_k_at_once(generator):
 
 def test_tail_mass_refuses_a_threshold_below_which_weights_would_be_negative():
     with pytest.raises(ValueError, match="at least 0"):
-        measures.tail_mass(torch.zeros(1, 2), -0.5, 1)
+        measures.tail_masses(torch.zeros(1, 2), -0.5)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -82,12 +74,10 @@ def test_token_measures_equal_loops(generator, threshold, top_k):
     score = 2 * torch.rand(40, 5, generator=generator, dtype=torch.float64) - 1
     rows = score.tolist()
     expected = [slow.tail_mass(row, threshold, top_k) for row in rows]
-    torch.testing.assert_close(
-        measures.tail_mass(score, threshold, top_k), torch.tensor(expected, dtype=torch.float64), equal_nan=True
-    )
+    tail = measures.tail_masses(score, threshold)[:, top_k - 1]
+    torch.testing.assert_close(tail, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
     assert measures.margin(score).tolist() == pytest.approx([slow.margin(row) for row in rows])
     assert measures.spread(score).tolist() == pytest.approx([max(row) - min(row) for row in rows])
-    assert measures.fell_back(score, threshold).tolist() == [max(row) < threshold for row in rows]
 
 
 def test_margin_of_a_single_expert_is_undefined():

@@ -37,9 +37,9 @@ def test_a_batch_is_the_network_input_of_its_scans():
     volumes = ScanSet(BallCache(), people(3), "blocks")
     batch = volumes.read(np.array([2, 0]))
     volume = BallCache().volume(volumes.scans[2])
-    seen, mask = network_input("blocks", *(torch.from_numpy(part)[None] for part in (volume.t1_XYZ, volume.mask_XYZ)))
-    torch.testing.assert_close(batch.input_BCXYZ[:1], seen)
-    assert torch.equal(batch.mask_BXYZ[:1], mask)
+    seen, mask = network_input("blocks", *(torch.from_numpy(part) for part in (volume.t1_XYZ, volume.mask_XYZ)))
+    torch.testing.assert_close(batch.input_BCXYZ[0], seen)
+    assert torch.equal(batch.mask_BXYZ[0], mask)
     assert batch.age_B.tolist() == pytest.approx([volumes.scans[2].age, volumes.scans[0].age])
 
 

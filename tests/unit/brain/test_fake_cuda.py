@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, VolumeBatch
 from ermoe.brain.estimation import Estimation, Lesson, hidden_cubes
+from ermoe.brain.learning import build
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.recipes import CHANNELS, Recipe, recipe, reduction
 from ermoe.train.compute import Compute
@@ -57,7 +58,7 @@ def test_networks_answer_where_they_are(method: str, pretended: FakeTensorMode) 
     if method == "swin3d":
         pytest.importorskip("monai")
     chosen, head = recipe("tiny", method), HEADS["soft labels"]
-    network = on_cuda(chosen.build(head).eval(), pretended)
+    network = on_cuda(build(chosen, head).eval(), pretended)
     with pretended, torch.no_grad():
         seen, mask = volumes(chosen)
         # Which tokens of a masked volume go to an expert is a matter of values, which a pretended GPU has not.
@@ -79,7 +80,7 @@ def test_a_training_step_hides_cubes_and_adds_noise_there(pretended: FakeTensorM
     chosen, head = recipe("tiny", "vit3d"), HEADS["soft labels"]
     assert chosen.drop_cubes > 0
     assert chosen.input_noise > 0
-    network = on_cuda(chosen.build(head).eval(), pretended)
+    network = on_cuda(build(chosen, head).eval(), pretended)
     task = Estimation(Lesson(network, head, ScanSet(BallCache(), people(2), chosen.input)), chosen, Compute())
     with pretended, torch.no_grad():
         seen, mask = volumes(chosen)
@@ -93,7 +94,7 @@ def test_a_scan_from_the_cpu_is_judged_by_networks_on_the_gpu(pretended: FakeTen
     chosen, head = recipe("tiny", "vit3d"), AgeBins(15, 95, sigma=4.0)
     networks = {
         f"fold-{seed}": on_cuda(
-            replace(chosen, training=replace(chosen.training, seed=seed)).build(head).eval(), pretended
+            build(replace(chosen, training=replace(chosen.training, seed=seed)), head).eval(), pretended
         )
         for seed in range(2)
     }

@@ -1,11 +1,14 @@
 """Figures beside the obvious way to compute them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy.stats import pearsonr
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-from ermoe.brain.metrics import bootstrap, by_group, decade, figures, paired_difference
+from ermoe.brain.metrics import bootstrap, decade, figures, paired_difference
+from ermoe.brain.reporting.page import _by_group
 from ermoe.errors import UserError
 
 
@@ -61,14 +64,14 @@ def test_a_paired_difference_is_narrower_than_two_intervals():
 
 
 def test_those_without_a_group_are_one():
-    people, age, predicted = cohort()
-    group = ["M", "F", None] * 20
-    found = by_group(group, people, age, predicted)
-    assert list(found) == ["F", "M", "n/a"]
-    assert found["n/a"][0] == 20
-    rows = [g == "F" for g in group]
-    assert found["F"][0] == 20
-    assert found["F"][2]["mae"].value == pytest.approx(np.abs(predicted - age)[rows].mean())
+    people, _, predicted = cohort()
+    scans = [SimpleNamespace(sex=sex, site=None) for sex in ["M", "F", None] * 20]
+    tested = SimpleNamespace(age_N=np.full(60, 50.0))
+    shown = SimpleNamespace(scans=scans, people=people, held_out=tested, figures=lambda predicted_N, rows: rows)
+    found = _by_group(shown, predicted)
+    assert list(found) == ["sex F", "sex M", "sex n/a", "age 50–59"]
+    assert found["sex n/a"][:2] == (20, 20)
+    assert found["sex F"][2].tolist() == [scan.sex == "F" for scan in scans]
 
 
 def test_a_constant_prediction_has_no_correlation():

@@ -131,8 +131,6 @@ def test_the_probe_is_the_mean_plain_score_of_real_cubes():
             own.append(score[volume, 1:][cubes.any(1)])
         expected = torch.cat(own).mean(0).detach()
         torch.testing.assert_close(probe.score_RE[region].float(), expected, atol=1e-5, rtol=1e-4)
-    best = probe.top(0)
-    assert best[0][1] >= best[1][1]
     assert not layer.observers
 
 

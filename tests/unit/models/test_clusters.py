@@ -34,6 +34,11 @@ def two_kinds(num=2000, dim=12):
     return centre[kind] + 0.5 * torch.randn(num, dim, generator=generator), kind
 
 
+def alike(x):
+    """Tokens that all weigh the same."""
+    return clusters.Tokens(x, torch.ones(len(x)))
+
+
 def error(found, ffn, x):
     return float((found(x) - ffn(x)).norm() / ffn(x).norm())
 
@@ -60,7 +65,7 @@ def convert(dense, batches, **options):
 @pytest.mark.parametrize("bias", [False, True])
 def test_full_width_and_rank_give_the_network_itself(gated, bias):
     ffn = network(gated=gated, bias=bias)
-    assert clusters.fitted(ffn, two_kinds()[0], 32, 12) is ffn
+    assert clusters.fitted(ffn, alike(two_kinds()[0]), 32, 12) is ffn
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -70,18 +75,20 @@ def test_a_network_fitted_to_one_kind_of_token_is_nearer_than_one_for_all(gated,
     ffn = network(gated=gated, bias=bias)
     x, kind = two_kinds()
     own = x[kind == 0]
-    assert error(clusters.fitted(ffn, own, *size), ffn, own) < error(clusters.fitted(ffn, x, *size), ffn, own)
+    assert error(clusters.fitted(ffn, alike(own), *size), ffn, own) < error(
+        clusters.fitted(ffn, alike(x), *size), ffn, own
+    )
 
 
 def test_fitted_weights_have_the_rank_and_width_that_were_asked_for():
-    fitted = clusters.fitted(network(), two_kinds()[0], 20, 5)
+    fitted = clusters.fitted(network(), alike(two_kinds()[0]), 20, 5)
     assert fitted.up.W.shape == (12, 20)
     assert [int(torch.linalg.matrix_rank(part.W, rtol=1e-5)) for part in (fitted.up, fitted.down)] == [5, 5]
 
 
 def test_the_mean_output_of_a_group_is_kept():
     ffn, x = network(), two_kinds()[0]
-    fitted = clusters.fitted(ffn, x, 10, 4)
+    fitted = clusters.fitted(ffn, alike(x), 10, 4)
     torch.testing.assert_close(fitted(x).mean(0), ffn(x).mean(0), atol=1e-5, rtol=1e-4)
 
 
@@ -89,7 +96,7 @@ def test_the_last_map_is_the_least_squares_one():
     """Beside the slow twin: a ridge regression towards the dense weight, by stacking equations."""
     ffn, x = network(), two_kinds()[0].double()
     ffn = FFN(*(Linear(part.W.double(), part.b.double()) for part in (ffn.up, ffn.down)), ffn.act, ffn.norm)
-    fitted = clusters.fitted(ffn, x, 16)
+    fitted = clusters.fitted(ffn, alike(x), 16)
     units = [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in fitted.up.W.mT]
     hidden = ffn.hidden(x)[:, units]
     a, y = hidden - hidden.mean(0), ffn(x) - ffn(x).mean(0)
@@ -100,8 +107,8 @@ def test_the_last_map_is_the_least_squares_one():
 
 def test_errors_of_widths_are_those_of_fitted_networks():
     ffn, x = network(), two_kinds()[0]
-    (found,) = clusters.errors_of_widths(ffn, x, 1, [16])
-    wanted = float((clusters.fitted(ffn, x, 16)(x) - ffn(x)).square().sum(1).mean())
+    (found,) = clusters.errors_of_widths(ffn, alike(x), 1, [16])
+    wanted = float((clusters.fitted(ffn, alike(x), 16)(x) - ffn(x)).square().sum(1).mean())
     assert found == pytest.approx(wanted, rel=0.02)
 
 
@@ -116,10 +123,29 @@ def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
     sample = clusters.TokenSample(1000, seed=0)
     for start in range(0, 20_000, 500):
         sample.add(torch.arange(start, start + 500.0).unsqueeze(1))
-    kept = sample.tokens()
+    kept = sample.rows()
     assert kept.shape == (1000, 1)
     assert len(kept.unique()) > 950  # two of a batch may draw one place
     assert float(kept.mean()) == pytest.approx(10_000, rel=0.06)
+
+
+def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
+    """Of the last block only the class token is looked at; before it, all tokens are."""
+    blocks = {str(index): (dense.blocks[index], family_of(dense).ffn(dense.blocks[index])) for index in (2, 5)}
+    requires = [parameter.requires_grad for parameter in dense.parameters()]
+    tokens = clusters.sample_tokens(dense, blocks, batches[:1])
+    assert [parameter.requires_grad for parameter in dense.parameters()] == requires
+    heavy = {name: int((found.weight_T > 1).sum()) for name, found in tokens.items()}
+    assert heavy["5"] == len(batches[0])
+    assert heavy["2"] > 10 * heavy["5"]
+    assert all(float(found.weight_T.mean()) == pytest.approx(1) for found in tokens.values())
+
+
+def test_heavy_tokens_are_fitted_more_closely():
+    ffn, (x, kind) = network(), two_kinds()
+    first = clusters.Tokens(x, torch.where(kind == 0, 1.99, 0.01))
+    own = x[kind == 0]
+    assert error(clusters.fitted(ffn, first, 12), ffn, own) < error(clusters.fitted(ffn, alike(x), 12), ffn, own)
 
 
 def test_full_size_keeps_outputs_and_routes_by_content(dense, batches):
@@ -168,8 +194,9 @@ def test_two_experts_a_token(dense, batches):
 
 def test_a_lower_rank_of_equal_experts_is_fitted_too(dense, batches):
     plain, fitted = (ermoe.upcycle(dense, rank=24, blocks=[5], calibration=given) for given in (None, batches))
-    x = clusters.sample_tokens(dense, {"5": family_of(dense).ffn(dense.blocks[5])}, batches)["5"]
-    wanted = family_of(dense).ffn(dense.blocks[5])(x)
+    ffn = family_of(dense).ffn(dense.blocks[5])
+    x = clusters.sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
+    wanted = ffn(x)
 
     @torch.no_grad()
     def distance(model):

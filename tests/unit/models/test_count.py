@@ -163,7 +163,7 @@ def test_a_network_without_blocks_is_refused():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_build(name):
     model = on_meta(name)
-    assert PRESETS[name].__doc__
+    assert PRESETS[name].about
     assert model.num_classes == 1000
 
 

@@ -8,6 +8,8 @@ import ermoe
 from support.backbones import build
 from support.fake_cuda import fake_cuda
 
+pytestmark = pytest.mark.no_cover  # the same lines run on the CPU elsewhere
+
 BACKBONES = ["test_vit", "vit_small_patch16_dinov3", "torchvision", "hugging face"]
 
 

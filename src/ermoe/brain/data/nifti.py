@@ -240,15 +240,8 @@ def on_grid_of(t1: Image, other: Image, subject: str) -> Float:
         raise ScanError(Problem("error", subject, other.path, _difference(t1, other), remedy))
     if not shift.any() and other.data_XYZ.shape == t1.data_XYZ.shape:
         return other.data_XYZ
-    placed = np.zeros(t1.data_XYZ.shape, np.float32)
-    # Along each axis: voxels [start, stop) of the T1 are voxels [start − shift, stop − shift) of the other.
-    start = np.maximum(shift, 0)
-    stop = np.minimum(np.array(placed.shape), shift + other.data_XYZ.shape)
-    if np.all(stop > start):
-        there = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-        here = tuple(slice(a - s, b - s) for a, b, s in zip(start, stop, shift, strict=True))
-        placed[there] = other.data_XYZ[here]
-    return placed
+    # Voxel v of the T1 is voxel v − shift of the other: whole numbers, so nothing is interpolated.
+    return ndimage.affine_transform(other.data_XYZ, np.ones(3), -shift, output_shape=t1.data_XYZ.shape, order=0)
 
 
 def _difference(t1: Image, other: Image) -> str:

@@ -190,21 +190,17 @@ def _grid(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -
 
         standard = mni_grid(preprocessing.spacing_mm, preprocessing.shape)
         return Grid(standard.shape, mni_to_scan(t1, mask_XYZ) @ standard.affine), standard.affine
-    check_room(scan, t1, mask_XYZ, preprocessing)
-    centre_mm = centre_of_mask(mask_XYZ, t1.affine, preprocessing.room_mm)
-    grid = Grid.around(centre_mm, preprocessing.spacing_mm, preprocessing.shape)
+    grid = Grid.around(grid_centre(scan, t1, mask_XYZ, preprocessing), preprocessing.spacing_mm, preprocessing.shape)
     return grid, grid.affine
 
 
-def check_room(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> None:
-    """Raises `ScanError` if the brain is larger than the grid."""
-    low_mm, high_mm = _extent_mm(mask_XYZ, t1.affine)
-    if np.any(high_mm - low_mm > preprocessing.room_mm):
-        edges = (high_mm - low_mm, preprocessing.room_mm)
-        size, room = (" × ".join(f"{edge:.0f}" for edge in own) for own in edges)
-        what = f"has a brain mask of {size} mm, and the grid holds {room} mm"
+def grid_centre(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) -> Double:
+    """Where in the world of the scan the grid is centred; `ScanError` if the brain is larger than it."""
+    try:
+        return centre_of_mask(mask_XYZ, t1.affine, preprocessing.room_mm)
+    except ValueError as too_large:
         remedy = "look at the mask; if it is right, use a larger --shape"
-        raise scan.unusable(what, remedy, scan.mask or scan.labels)
+        raise scan.unusable(f"has a brain mask of {too_large}", remedy, scan.mask or scan.labels) from too_large
 
 
 def centre_of_mask(mask_XYZ: Bool, affine: Double, room_mm: ArrayLike) -> Double:
@@ -216,7 +212,8 @@ def centre_of_mask(mask_XYZ: Bool, affine: Double, room_mm: ArrayLike) -> Double
     low_mm, high_mm = _extent_mm(mask_XYZ, affine)
     half_mm = np.asarray(room_mm) / 2
     if np.any(high_mm - low_mm > 2 * half_mm):
-        raise ValueError("the mask is larger than the box")
+        size, room = (" × ".join(f"{edge:.0f}" for edge in own) for own in (high_mm - low_mm, 2 * half_mm))
+        raise ValueError(f"{size} mm, and the grid holds {room} mm")
     counts = [mask_XYZ.sum(axis=tuple(other for other in range(3) if other != axis)) for axis in range(3)]
     total = counts[0].sum()
     voxel = np.array([count @ np.arange(len(count)) / total for count in counts])

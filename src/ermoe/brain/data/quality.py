@@ -20,7 +20,7 @@ from ermoe.brain.data.cohort import Cohort
 from ermoe.brain.data.nifti import Bool, Double, Float, Image, bounding_box, inspect_image
 from ermoe.brain.data.preprocess import (
     brain_mask,
-    check_room,
+    grid_centre,
     has_deepbet,
     looks_like_t1,
     stripped_mask,
@@ -204,7 +204,7 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) 
         problems.append(Problem("warning", scan.key, path, what, "look at the mask"))
     try:
         if preprocessing.register == "none":
-            check_room(scan, t1, mask_XYZ, preprocessing)
+            grid_centre(scan, t1, mask_XYZ, preprocessing)
     except ScanError as too_large:
         problems.append(too_large.problem)
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):

@@ -17,6 +17,8 @@ from ermoe.errors import UserError
 
 Part = Literal["train", "validation", "test"]
 Kind = Literal["holdout", "k-fold", "leave-site-out"]
+_OWN: dict[bool, Part] = {True: "test", False: "train"}
+"""The part of a person in the fold of their own group, and in the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ def holdout(scans: Sequence[Scan], seed: int) -> Splits:
     return Splits("holdout", {person: (parts.get(group, "train"),) for person, group in tenth.items()}, ("fold-0",))
 
 
-def k_folds(scans: Sequence[Scan], k: int = 5, seed: int = 0, *, validation_folds: int = 0) -> Splits:
-    """Everybody is tested once; in fold f the ``validation_folds`` groups after group f validate.
+def k_folds(scans: Sequence[Scan], k: int = 5, seed: int = 0) -> Splits:
+    """Everybody is tested once, and trained on in all other folds.
 
     >>> from pathlib import Path
     >>> people = [Scan(f"sub-{i:02}", None, Path(f"{i}.nii"), age=40.0 + i, sex="F") for i in range(10)]
@@ -103,20 +105,15 @@ def k_folds(scans: Sequence[Scan], k: int = 5, seed: int = 0, *, validation_fold
     >>> [len(folds.select(people, fold, "test")) for fold in range(5)]
     [2, 2, 2, 2, 2]
     """
-    if k < 2 or not 0 <= validation_folds <= k - 2:
-        raise UserError(f"k={k} folds with {validation_folds} to validate: need at least 2 folds, one of them to train")
+    if k < 2:
+        raise UserError(f"k={k} folds: need at least 2 folds, one of them to train")
     group_of = _groups(scans, k, seed)
-
-    def part(group: int, fold: int) -> Part:
-        after = (group - fold) % k
-        return "test" if after == 0 else "validation" if after <= validation_folds else "train"
-
-    parts = {person: tuple(part(group, fold) for fold in range(k)) for person, group in group_of.items()}
+    parts = {person: tuple(_OWN[group == fold] for fold in range(k)) for person, group in group_of.items()}
     return Splits("k-fold", parts, tuple(f"fold-{fold}" for fold in range(k)))
 
 
-def leave_site_out(scans: Sequence[Scan], *, validation_share: float = 0.0, seed: int = 0) -> Splits:
-    """One fold a site, which is tested while the others train, and validate with ``validation_share`` of them."""
+def leave_site_out(scans: Sequence[Scan]) -> Splits:
+    """One fold a site, which is tested while the others train."""
     without = sorted({scan.participant_id for scan in scans if scan.site is None})
     if without:
         raise UserError(f"leaving sites out needs the site of everybody, which is missing for {_listed(without)}")
@@ -132,12 +129,7 @@ def leave_site_out(scans: Sequence[Scan], *, validation_share: float = 0.0, seed
         raise UserError(
             f"leaving sites out needs one site a person, and there are several for {_listed(roaming)}: use k folds"
         )
-    group_of = _groups(scans, round(1 / validation_share), seed) if validation_share > 0 else {}
-
-    def part(person: str, site: str) -> Part:
-        return "test" if site in at[person] else "validation" if group_of.get(person) == 0 else "train"
-
-    parts = {person: tuple(part(person, site) for site in sites) for person in at}
+    parts = {person: tuple(_OWN[site in places] for site in sites) for person, places in at.items()}
     return Splits("leave-site-out", parts, tuple(f"site-{site}".casefold() for site in sites))
 
 

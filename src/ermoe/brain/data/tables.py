@@ -13,7 +13,7 @@ from typing import Any
 
 from ermoe.brain.data.scans import SEX_WORDS, Problem, Sex, plain_code
 from ermoe.errors import UserError
-from ermoe.files import replacing
+from ermoe.files import read_text, replacing
 
 _MISSING = {"", "n/a", "na", "nan", "none", "null", "."}
 
@@ -42,13 +42,7 @@ def given(cell: str | None) -> str | None:
 
 def read_table(path: Path) -> Table:
     """Reads a TSV or CSV (comma, semicolon or tab) with a header line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text: save it as a UTF-8 TSV or CSV") from None
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}") from problem
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: it needs a header line and one row a person")
     delimiter = "\t" if path.suffix.casefold() == ".tsv" else max("\t;,", key=lines[0].count)

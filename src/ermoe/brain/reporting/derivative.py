@@ -5,9 +5,11 @@ The card says what a model is, what it was made from, how good it is, and what i
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +26,8 @@ RESEARCH_USE = "Research use only: not a medical device, and no basis for a deci
 _IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
-_EXPLAINED = {
-    "participant_id": "participant",
-    "session_id": "session",
-    "scan": "T1-weighted image that was read",
-    "fold": "folds whose networks judged this scan; none of them has learnt from this person",
-    "age": "chronological age at the scan",
-    "sex": "sex as the data set's table gives it",
-    "site": "site as the data set's table gives it",
-    "brain_age": "predicted age, raw: the headline",
-    "brain_age_low": "lower limit of the 90 % prediction interval, from the age bins",
-    "brain_age_high": "upper limit of the 90 % prediction interval",
-    "brain_age_calibrated": "(brain_age − a) / b with one line for all, fitted without this person's age",
-    "brain_age_calibrated_sex": "(brain_age − a) / b with the line of the person's sex, fitted without their age",
-    "gap": "brain_age − age, raw; use age as a covariate with it",
-    "gap_calibrated": "brain_age_calibrated − age",
-    "gap_age_residualised": "gap without its straight trend over age in this sample; uses the age, so it is no score",
-    "fold_sd": "standard deviation over the folds that judged",
-    "num_folds": "folds that judged",
-    "mask_source": "where the brain mask came from",
-    "seen_in_training": "the person was in the training data; folds that had not learnt from them judge, if any",
-    "outside_age_range": "age (brain age where it is unknown) outside of the training people's",
-    "unusual_mask": "no training scan had its brain mask from this source",
-    "unlike_t1": "hardly brighter inside the brain than at its surface, as in no T1 of an adult",
-    "problem": "why there is no prediction",
-    "group": "which scans",
-    "prediction": "raw, or which calibration",
-    "num_scans": "scans",
-    "num_people": "people",
-    "mae": "mean absolute error",
-    "rmse": "root mean squared error",
-    "r2": "1 − squared error over variance of age",
-    "r": "correlation of predicted and chronological age",
-    "gap_age_r": "correlation of gap and age",
-    "slope": "of predicted = intercept + slope · age",
-    "intercept": "of predicted = intercept + slope · age",
-    "bias": "mean gap",
-}
-"""What each column means; limits of intervals are explained by `_sidecar`."""
-_IN_YEARS = {
-    "age", "brain_age", "brain_age_low", "brain_age_high", "brain_age_calibrated", "brain_age_calibrated_sex", "gap",
-    "gap_calibrated", "gap_age_residualised", "fold_sd", "mae", "rmse", "intercept", "bias",
-}  # fmt: skip
+_COLUMNS: dict[str, dict[str, str]] = json.loads((files("ermoe.brain.reporting") / "columns.json").read_text("utf-8"))
+"""What each column means, as a sidecar says it; limits of intervals are explained by `_sidecar`."""
 
 
 def describe(folder: Path, *, name: str, source: str | None = None, readme: str = "") -> None:
@@ -90,7 +52,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_json(path.with_suffix(".json"), _sidecar(columns))
 
 
-def _sidecar(columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _sidecar(columns: Sequence[str]) -> dict[str, dict[str, str]]:
     """An explanation of each column.
 
     >>> _sidecar(["mae_low"])["mae_low"]["Description"]
@@ -99,13 +61,12 @@ def _sidecar(columns: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for column in columns:
         stem, _, end = column.rpartition("_")
-        text = _EXPLAINED.get(column, f"column {column} of the data set's table")
-        if column not in _EXPLAINED and stem in _EXPLAINED and end in ("low", "high"):
+        if column not in _COLUMNS and stem in _COLUMNS and end in ("low", "high"):
             side = "lower" if end == "low" else "upper"
             text = f"{side} limit of the 95 % interval of {stem}, over resampled people"
+            found[column] = _COLUMNS[stem] | {"Description": text}
         else:
-            stem = column
-        found[column] = {"Description": text} | ({"Units": "year"} if stem in _IN_YEARS else {})
+            found[column] = _COLUMNS.get(column, {"Description": f"column {column} of the data set's table"})
     return found
 
 

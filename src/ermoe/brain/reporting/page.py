@@ -14,7 +14,7 @@ from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, table
 from ermoe.brain.ages import age_residualised_gap
 from ermoe.brain.data.tables import write_text
 from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.metrics import LABELS, Array, Figure, by_group, decade
+from ermoe.brain.metrics import LABELS, Array, Figure, decade
 from ermoe.brain.reporting import pictures
 from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, model_card, write_table
 from ermoe.brain.reporting.pictures import Album
@@ -163,18 +163,20 @@ def _groups(page: Page, evaluation: Evaluation) -> None:
 
 
 def _by_group(evaluation: Evaluation, predicted_N: Array) -> dict[str, tuple[int, int, dict[str, Figure]]]:
-    """Scans, people and figures of every sex, site and decade."""
+    """Scans, people and figures of every sex, site and decade; who has none is in "n/a"."""
     groupings: dict[str, Sequence[str | None]] = {
         "sex": [scan.sex for scan in evaluation.scans],
         "site": [scan.site for scan in evaluation.scans],
         "age": [decade(age) for age in evaluation.held_out.age_N],
     }
-    return {
-        f"{title} {level}": found
-        for title, group_N in groupings.items()
-        if any(group_N)
-        for level, found in by_group(group_N, evaluation.people, evaluation.held_out.age_N, predicted_N).items()
-    }
+    found = {}
+    for title, group_N in groupings.items():
+        named_N = np.array([group or "n/a" for group in group_N])
+        for level in np.unique(named_N) if any(group_N) else ():
+            rows = named_N == level
+            people = len(set(np.array(evaluation.people)[rows]))
+            found[f"{title} {level}"] = (int(rows.sum()), people, evaluation.figures(predicted_N, rows))
+    return found
 
 
 def _training(page: Page, evaluation: Evaluation, album: Album) -> None:

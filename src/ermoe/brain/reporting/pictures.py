@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 
+from ermoe.analysis import plots
 from ermoe.analysis.page import Markup, figure, svg
-from ermoe.analysis.plots import ACCENT, INK, LINE, MUTED, expert_colours, style
+from ermoe.analysis.plots import ACCENT, INK, MUTED, Curve, Scale, expert_colours, panel, style
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.metrics import Array, figures
@@ -42,9 +43,7 @@ class Album:
 
 def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
     """Predicted against chronological age of one sex, with the identity and the fitted line."""
-    with style():
-        drawing = Figure(figsize=(4.1, 3.7), layout="constrained")
-        axes = drawing.subplots()
+    with panel(3.7) as (drawing, axes):
         shown = np.concatenate([age_N, predicted_N])
         margin = 0.04 * float(np.ptp(shown)) + 1
         low, high = float(shown.min()) - margin, float(shown.max()) + margin
@@ -86,9 +85,7 @@ def age_histogram(ages: Mapping[str, Sequence[float]]) -> Figure:
     everybody = np.concatenate([np.asarray(values, dtype=float) for values in parts.values()])
     step = 5 if np.ptp(everybody) > 20 else 2
     first, last = step * np.floor(everybody.min() / step), step * np.ceil((everybody.max() + 0.01) / step)
-    with style():
-        drawing = Figure(figsize=(4.1, 2.6), layout="constrained")
-        axes = drawing.subplots()
+    with panel(2.6) as (drawing, axes):
         colours = [_PART_COLOURS[name] for name in parts]
         edges = np.arange(first, last + step, step)
         axes.hist(
@@ -103,18 +100,11 @@ def age_histogram(ages: Mapping[str, Sequence[float]]) -> Figure:
 
 def learning_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: str) -> Figure:
     """A line for each fold: (epoch, error) pairs."""
-    with style():
-        drawing = Figure(figsize=(4.1, 2.8), layout="constrained")
-        axes = drawing.subplots()
-        for (name, points), colour in zip(curves.items(), expert_colours(len(curves)), strict=True):
-            epoch, error = np.array(points, dtype=float).T
-            axes.plot(epoch, error, color=colour, linewidth=1.5, marker="o", markersize=2.5, label=name)
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.6)
-        axes.legend(loc="lower left", ncols=2, handlelength=1.2, borderaxespad=0.2)
-    return drawing
+    lines = {
+        name: Curve([epoch for epoch, _ in points], [error for _, error in points], marked=True)
+        for name, points in curves.items()
+    }
+    return plots.curves(lines, expert_colours(len(lines)), Scale("epoch", label, whole_x=True))
 
 
 def tissues_by_experts(panels: Mapping[str, Array], highest: float | None = None) -> Figure:

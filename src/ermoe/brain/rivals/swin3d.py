@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
-from ermoe.errors import UserError
+from ermoe.errors import UserError, library
 from ermoe.files import Json, to_json
 
 
@@ -44,7 +43,8 @@ class Swin3D(nn.Module):
         self.config: Json = to_json({**shared, **stages, **sizes})
         self.num_classes = num_classes
         cubes = {name: (edge,) * 3 for name, edge in sizes.items()}
-        self.swin = _swin()(**shared, **stages, **cubes, spatial_dims=3)
+        monai = library("monai.networks.nets.swin_unetr", "the 3D Swin transformer is MONAI's", "brain")
+        self.swin = monai.SwinTransformer(**shared, **stages, **cubes, spatial_dims=3)
         width = embed_dim * 2 ** len(depths)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
@@ -53,11 +53,3 @@ class Swin3D(nn.Module):
         """Outputs (B, num_classes) of volumes (B, C, X, Y, Z); windows have no use for the mask."""
         deepest = self.swin(volume)[-1]
         return self.head(self.norm(deepest.mean((2, 3, 4))))
-
-
-def _swin() -> Any:
-    try:
-        from monai.networks.nets.swin_unetr import SwinTransformer
-    except ImportError as problem:
-        raise UserError('the 3D Swin transformer is MONAI\'s: pip install "ermoe[brain]"') from problem
-    return SwinTransformer

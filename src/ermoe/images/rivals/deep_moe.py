@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import ResNet
@@ -28,12 +27,6 @@ class DeepMoEOutput:
     logit_NK: Tensor
     embedding_logit_NK: Tensor
     gates: list[Tensor]
-
-    @property
-    def open_share(self) -> Tensor:
-        """Share of channels that an image opens, over all images and convolutions."""
-        is_open = [gate_NC.detach() > 0 for gate_NC in self.gates]
-        return torch.cat([gate_NC.flatten() for gate_NC in is_open]).float().mean()
 
 
 class ChannelGate(nn.Module):
@@ -81,8 +74,9 @@ def embedding_network(dim: int, num_convolutions: int) -> nn.Sequential:
 class DeepMoEStyle(nn.Module):
     """A ResNet whose convolutions are gated per image and channel.
 
-    J = CE(f(x)) + λ Σ_layers mean_N ‖g‖₁ + μ CE(head(e)). Training has two stages: all of J, then `fix_gates`, which
-    freezes what decides the gates and drops the last two terms. Images do not influence each other at inference.
+    J = CE(f(x)) + λ Σ_layers mean_N ‖g‖₁ + μ CE(head(e)). Training has two stages: all of J, then
+    `begin_second_stage`, which freezes what decides the gates and drops the last two terms. Images do not influence
+    each other at inference.
 
     Args:
         base: a torchvision ResNet made of basic blocks (ResNet-18 or 34). It is copied.
@@ -91,6 +85,7 @@ class DeepMoEStyle(nn.Module):
         gate_weight: λ.
         embedding_weight: μ.
 
+    >>> import torch
     >>> from torchvision.models import resnet18
     >>> DeepMoEStyle(resnet18(num_classes=10)).eval()(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -144,7 +139,7 @@ class DeepMoEStyle(nn.Module):
         return DeepMoEOutput(self.head(x), self.embedding_head(embedding_NZ), gates)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """J; after `fix_gates` only its first term."""
+        """J; in the second stage only its first term."""
         output = self.decide(images)
         loss = F.cross_entropy(output.logit_NK, labels)
         if self.gate_weight:
@@ -154,11 +149,7 @@ class DeepMoEStyle(nn.Module):
         return loss
 
     def begin_second_stage(self) -> None:
-        """The gates are fixed; see `fix_gates`."""
-        self.fix_gates()
-
-    def fix_gates(self) -> None:
-        """The second stage: gates and embedding stay as they are, the network is tuned to them."""
+        """Gates and embedding stay as they are, the network is tuned to them."""
         self.gate_weight = self.embedding_weight = 0.0
         deciding = [self.embedding, self.embedding_head, *(m for m in self.modules() if isinstance(m, ChannelGate))]
         for module in deciding:

@@ -5,10 +5,10 @@ base network's features, and the two predictions are averaged. The method in its
 
 1. train the base network;
 2. `start_from_clusters`: K-means of the base embeddings becomes the gate, copies of the base's last stages the experts;
-3. `freeze_base`, and train every expert by itself on the images that the gate gives it (`expert_parameters`).
+3. `begin_second_stage`, and train every expert on the images that the gate gives it.
 
-Or all of it jointly, with `loss`. Under DDP joint training needs ``find_unused_parameters``: a batch may leave an
-expert without images.
+Or all of it jointly, with `loss`. Under DDP that needs ``find_unused_parameters``: a batch may leave an expert without
+images.
 
 Letters: N images, Z embedding width, K experts, C classes.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,10 @@ _STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 @dataclass(slots=True)
 class SingleGatedOutput:
-    """What the network decided: class log-probabilities, the gate's logits and choice, and who left early."""
+    """What the network decided: class log-probabilities, the gate's choice, and who left early."""
 
     log_prob_NC: Tensor
     base_logit_NC: Tensor
-    gate_logit_NK: Tensor
     expert_N: Tensor
     exited_N: Tensor
 
@@ -94,8 +93,8 @@ class SingleGatedMoEStyle(nn.Module):
                 module.eval()
         return self
 
-    def freeze_base(self) -> None:
-        """For the experts' turn: base and gate no longer change, so every image keeps its expert."""
+    def begin_second_stage(self) -> None:
+        """The experts' turn: base and gate no longer change, so every image keeps its expert."""
         self.base_is_frozen = True
         for module in (self.trunk, self.base_tail, self.base_head, self.gate):
             module.requires_grad_(False)
@@ -119,8 +118,7 @@ class SingleGatedMoEStyle(nn.Module):
         shared = self.trunk(images)
         embedding_NZ = self.base_tail(shared)
         base_logit_NC = self.base_head(embedding_NZ)
-        gate_logit_NK = self.gate(embedding_NZ)
-        expert_N = gate_logit_NK.argmax(-1)
+        expert_N = self.gate(embedding_NZ).argmax(-1)
         base_log_prob_NC = base_logit_NC.log_softmax(-1)
         confidence_N = base_log_prob_NC.detach().amax(-1).exp()
         exited_N = torch.zeros_like(expert_N, dtype=torch.bool)
@@ -132,30 +130,16 @@ class SingleGatedMoEStyle(nn.Module):
             if len(own):
                 expert_log_prob = self._expert(expert, shared[own])
                 log_prob_NC[own] = torch.logaddexp(base_log_prob_NC[own], expert_log_prob) - math.log(2)  # the mean
-        return SingleGatedOutput(log_prob_NC, base_logit_NC, gate_logit_NK, expert_N, exited_N)
+        return SingleGatedOutput(log_prob_NC, base_logit_NC, expert_N, exited_N)
 
     def _expert(self, expert: int, shared: Tensor) -> Tensor:
         logit: Tensor = self.expert_heads[expert](self.expert_tails[expert](shared))
         return logit.log_softmax(-1)
 
-    def loss(self, images: Tensor, labels: Tensor, clusters: Tensor | None = None) -> Tensor:
-        """Cross-entropies of the averaged prediction and of the base; with ``clusters`` also of the gate.
-
-        ``clusters`` are the targets that `start_from_clusters` returned, for the images of this batch. The choice is
-        hard, so without them the gate itself does not learn.
-        """
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropies of the averaged prediction and of the base; the choice is hard, so the gate gets nothing."""
         output = self.decide(images)
-        loss = F.nll_loss(output.log_prob_NC, labels) + F.cross_entropy(output.base_logit_NC, labels)
-        return loss if clusters is None else loss + F.cross_entropy(output.gate_logit_NK, clusters)
-
-    def begin_second_stage(self) -> None:
-        """Base and gate are frozen: from here on `loss` teaches the experts."""
-        self.freeze_base()
-
-    def expert_parameters(self, expert: int) -> Iterator[nn.Parameter]:
-        """The parameters of one expert, for an optimiser of its own (asynchronous training)."""
-        yield from self.expert_tails[expert].parameters()
-        yield from self.expert_heads[expert].parameters()
+        return F.nll_loss(output.log_prob_NC, labels) + F.cross_entropy(output.base_logit_NC, labels)
 
     @torch.no_grad()
     def start_from_clusters(self, batches: Iterable[Tensor], *, seed: int = 0) -> Tensor:

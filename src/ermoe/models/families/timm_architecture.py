@@ -81,11 +81,7 @@ def describe(model: Any) -> Json:
             f"this {type(model).__name__} does not say which timm architecture it is: create it with timm.create_model"
         )
     plain = build({"architecture": architecture, "args": {}}, device="meta")
-    args = {}
-    for name, read in _PROPERTIES.items():
-        value = read(model)
-        if value != read(plain):
-            args[name] = value
+    args = {name: read(model) for name, read in _PROPERTIES.items() if read(model) != read(plain)}
     return {"architecture": architecture, "args": args}
 
 

@@ -13,11 +13,10 @@ from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention, EvaBlock
 from torch import Tensor
 
-from ermoe.models.backbones import SparseBlock
-from ermoe.models.families.timm_vit import Timm, causal_mask, project
+from ermoe.models.families.timm_vit import SparseTimmBlock, Timm
 
 
-class SparseEvaBlock(SparseBlock, EvaBlock):
+class SparseEvaBlock(SparseTimmBlock, EvaBlock):
     """timm's pre-norm EVA block with experts."""
 
     dense_class = EvaBlock
@@ -33,19 +32,12 @@ class SparseEvaBlock(SparseBlock, EvaBlock):
     def _attention(
         self, x_BND: Tensor, rope: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        attn: Any = self.attn
+        attn = self.attn
         if not self.needs_weights:
             return attn(x_BND, rope=rope, attn_mask=attn_mask, is_causal=is_causal), None
         q, k, v = _heads(attn, x_BND)
-        out, alpha_BNN = self.attend(
-            _rotated(attn, attn.q_norm(q), rope).type_as(v),
-            _every_head(attn, _rotated(attn, attn.k_norm(k), rope).type_as(v)),
-            _every_head(attn, v),
-            bias=causal_mask(x_BND) if is_causal else attn_mask,
-            scale=attn.scale,
-            dropout=attn.attn_drop.p if self.training else 0.0,
-        )
-        return project(attn, out, x_BND), alpha_BNN
+        q, k = (_rotated(attn, x, rope).type_as(v) for x in (attn.q_norm(q), attn.k_norm(k)))
+        return self.weighed(q, _every_head(attn, k), _every_head(attn, v), x_BND, attn_mask, is_causal)
 
 
 def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:

@@ -17,7 +17,27 @@ from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.models.families import timm_architecture
 
 
-class SparseViTBlock(SparseBlock, Block):
+class SparseTimmBlock(SparseBlock):
+    """A sparse block around one of timm's attention modules."""
+
+    attn: Any
+
+    def weighed(
+        self, q: Tensor, k: Tensor, v: Tensor, x_BND: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attention with its weights α, and what timm does after the heads: merge, normalise, gate, project."""
+        attn = self.attn
+        if is_causal:  # a token may look at itself and at what came before
+            attn_mask = torch.ones(x_BND.shape[1], x_BND.shape[1], dtype=torch.bool, device=x_BND.device).tril()
+        dropout = attn.attn_drop.p if self.training else 0.0
+        out_BhNd, alpha_BNN = self.attend(q, k, v, bias=attn_mask, scale=attn.scale, dropout=dropout)
+        merged = attn.norm(out_BhNd.transpose(1, 2).flatten(2))
+        if attn.gate is not None:
+            merged = merged * attn.gate(x_BND).sigmoid()
+        return attn.proj_drop(attn.proj(merged)), alpha_BNN
+
+
+class SparseViTBlock(SparseTimmBlock, Block):
     """timm's pre-norm block with experts."""
 
     dense_class = Block
@@ -29,34 +49,11 @@ class SparseViTBlock(SparseBlock, Block):
         return out
 
     def _attention(self, x_BND: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-        attn: Any = self.attn
+        attn = self.attn
         if not self.needs_weights:
             return attn(x_BND, attn_mask=attn_mask, is_causal=is_causal), None
         q, k, v = attn.qkv(x_BND).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
-        out, alpha_BNN = self.attend(
-            attn.q_norm(q),
-            attn.k_norm(k),
-            v,
-            bias=causal_mask(x_BND) if is_causal else attn_mask,
-            scale=attn.scale,
-            dropout=attn.attn_drop.p if self.training else 0.0,
-        )
-        return project(attn, out, x_BND), alpha_BNN
-
-
-def causal_mask(x_BND: Tensor) -> Tensor:
-    """True where a token may look: at itself and at what came before, (N, N)."""
-    length = x_BND.shape[1]
-    return torch.ones(length, length, dtype=torch.bool, device=x_BND.device).tril()
-
-
-def project(attn: Any, out_BhNd: Tensor, x_BND: Tensor) -> Tensor:
-    """What timm's attention modules do after the heads: merge, normalise, gate, project."""
-    merged = attn.norm(out_BhNd.transpose(1, 2).flatten(2))
-    if attn.gate is not None:
-        merged = merged * attn.gate(x_BND).sigmoid()
-    projected: Tensor = attn.proj_drop(attn.proj(merged))
-    return projected
+        return self.weighed(attn.q_norm(q), attn.k_norm(k), v, x_BND, attn_mask, is_causal)
 
 
 class Timm(Family):

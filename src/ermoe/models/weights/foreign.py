@@ -78,8 +78,6 @@ _FLAX_AXES: tuple[tuple[str, int, Callable[[Tensor], Tensor]], ...] = (
     (r"/(query|key|value)/bias$", 2, lambda t: t.flatten()),  # heads, head width
     (r"/kernel$", 2, lambda t: t.t()),  # in, out
 )
-# Weights of a ViT that can be resized -> the axes in which their size may differ.
-_SIZED_AXES = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}
 
 
 def load_weights(model: nn.Module, path: StrPath, *, strict: bool = True) -> Fit:
@@ -149,14 +147,15 @@ def _join_qkv(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def fit_sizes(state: dict[str, Tensor], model: VisionTransformer) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Resizes position embeddings and patch filters to those of ``model``; the names of what was resized."""
-    resizers: dict[str, Callable[[Tensor], Tensor]] = {
-        "pos_embed": lambda tensor: _resize_positions(tensor, model),
-        "patch_embed.proj.weight": lambda tensor: resample_patch_embed(tensor, list(model.patch_embed.patch_size)),
+    # Name -> the axes in which its size may differ, and how it is resized.
+    resizers: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+        "pos_embed": ((1,), lambda tensor: _resize_positions(tensor, model)),
+        "patch_embed.proj.weight": ((2, 3), lambda t: resample_patch_embed(t, list(model.patch_embed.patch_size))),
     }
     state, resized = dict(state), []
     own = model.state_dict()
-    for name, resize in resizers.items():
-        if name in state and name in own and _is_resizable(state[name], own[name], _SIZED_AXES[name]):
+    for name, (axes, resize) in resizers.items():
+        if name in state and name in own and _is_resizable(state[name], own[name], axes):
             fitting = resize(state[name])
             if fitting.shape == own[name].shape:
                 state[name] = fitting

@@ -10,8 +10,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from ermoe.nn.rivals.router import GatedRouter
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.rivals.router import GatedRouter, weighted_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -36,26 +35,16 @@ class ClipMoERouter(GatedRouter):
     """
 
     top_k: int
+    settings: ClipMoE
 
     def __init__(self, dim: int, num_experts: int, settings: ClipMoE, **start: Unpack[Start]) -> None:
-        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
-        self.settings = settings
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, balance_weight={self.settings.balance_weight}"
+        super().__init__(dim, num_experts, settings, top_k=settings.top_k, **start)
 
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         gate_TE = self.gate(x_GSD).flatten(0, 1).softmax(-1)
-        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
-        weight_TK = gate_TE.gather(1, expert_TK)
+        chosen = weighted_top_k(gate_TE, self.top_k, normalised=True)
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
-        routing = Routing.from_choice(
-            expert_TK,
-            weight_TK / weight_TK.sum(-1, keepdim=True),
-            num_experts=self.num_experts,
-            score_TE=gate_TE,
-            mask_T=mask_T,
-        )
+        routing = Routing.from_choice(*chosen, num_experts=self.num_experts, score_TE=gate_TE, mask_T=mask_T)
         if self.training:
             routing.auxiliary_loss = self.settings.balance_weight * self._imbalance(gate_TE, routing.count_E, mask_T)
         return routing

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.losses import gshard_loss
-from ermoe.nn.rivals.router import RivalRouter
-from ermoe.nn.routers import check_top_k, stable_top_k
+from ermoe.nn.rivals.router import RivalRouter, weighted_top_k
+from ermoe.nn.routers import check_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start, parameter
@@ -56,6 +56,7 @@ class CosineRouter(RivalRouter):
     """
 
     top_k: int
+    settings: Cosine
 
     def __init__(self, dim: int, num_experts: int, settings: Cosine, **start: Unpack[Start]) -> None:
         super().__init__()
@@ -79,9 +80,6 @@ class CosineRouter(RivalRouter):
             self.direction_PE.normal_(std=0.01, generator=generator)
             self.log_scale.fill_(-math.log(self.settings.temperature))
 
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, gshard_weight={self.settings.gshard_weight}"
-
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         gate_TE = self.gates(x_GSD.flatten(0, 1))
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
@@ -101,14 +99,6 @@ class CosineRouter(RivalRouter):
 
     def choose(self, gate_TE: Tensor, mask_T: Tensor | None = None) -> Routing:
         """The decision on given gates."""
-        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
-        weight_TK = gate_TE.gather(1, expert_TK)
-        if self.top_k > 1:  # with one expert the plain gate stays, or the router would get no gradient
-            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).eps)
-        return Routing.from_choice(
-            expert_TK,
-            weight_TK,
-            num_experts=self.num_experts,
-            score_TE=gate_TE,
-            mask_T=mask_T,
-        )
+        # With one expert the plain gate stays, or the router would get no gradient.
+        chosen = weighted_top_k(gate_TE, self.top_k, normalised=self.top_k > 1)
+        return Routing.from_choice(*chosen, num_experts=self.num_experts, score_TE=gate_TE, mask_T=mask_T)

@@ -56,9 +56,10 @@ class ExpertChoiceRouter(GatedRouter):
     [4, 4, 4, 4]
     """
 
+    settings: ExpertChoice
+
     def __init__(self, dim: int, num_experts: int, settings: ExpertChoice, **start: Unpack[Start]) -> None:
-        super().__init__(dim, num_experts, top_k=None, **start)
-        self.settings = settings
+        super().__init__(dim, num_experts, settings, top_k=None, **start)
 
     @property
     def capacity_factor(self) -> float:
@@ -69,9 +70,6 @@ class ExpertChoiceRouter(GatedRouter):
     def experts_per_token(self) -> float:
         """In the mean; places are whole, so a few more than f."""
         return min(self.capacity_factor, self.num_experts)
-
-    def extra_repr(self) -> str:
-        return f"capacity_factor={self.capacity_factor}, capacity_multiple={self.settings.capacity_multiple}"
 
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         logit_GSE = self.gate(x_GSD)

@@ -11,9 +11,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from ermoe.nn.balance import Balance, Seen
-from ermoe.nn.rivals.router import GatedRouter
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.balance import OffsetBalance, Seen
+from ermoe.nn.rivals.router import GatedRouter, weighted_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -21,12 +20,8 @@ from ermoe.nn.start import Start
 _SCORES = {"sigmoid": torch.sigmoid, "softmax": lambda logit: logit.softmax(-1)}
 
 
-class _SignBalance(Balance):
+class _SignBalance(OffsetBalance):
     """Each bias moves by the same small step, up for experts below the mean load and down for those above it."""
-
-    def __init__(self, num_experts: int, *, rate: float = 1e-3, device: torch.device | str | None = None) -> None:
-        super().__init__(num_experts, device=device)
-        self.rate = rate
 
     def move(self, seen: Seen) -> None:
         """b += δ − mean(δ), with δ_e = rate · sign(mean load − load_e)."""
@@ -70,18 +65,15 @@ class LossFreeRouter(GatedRouter):
     """
 
     top_k: int
+    settings: LossFree
 
     def __init__(self, dim: int, num_experts: int, settings: LossFree, **start: Unpack[Start]) -> None:
-        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
+        super().__init__(dim, num_experts, settings, top_k=settings.top_k, **start)
         self.balance = _SignBalance(num_experts, rate=settings.rate, device=start.get("device"))
-        self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
         self.balance.reset_parameters()
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, score={self.settings.score!r}, normalise={self.settings.normalise}"
 
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         score_TE = _SCORES[self.settings.score](self.gate(x_GSD.flatten(0, 1)))
@@ -89,17 +81,12 @@ class LossFreeRouter(GatedRouter):
 
     def choose(self, score_TE: Tensor, mask_T: Tensor | None = None) -> Routing:
         """The decision on given scores."""
-        expert_TK = stable_top_k(score_TE.detach() + self.balance.offset_E, self.top_k)
-        weight_TK = score_TE.gather(1, expert_TK)
-        if self.settings.normalise:
-            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).tiny)
-        return Routing.from_choice(
-            expert_TK,
-            self.settings.route_scale * weight_TK,
-            num_experts=self.num_experts,
-            score_TE=score_TE,
-            mask_T=mask_T,
+        ranking_TE = score_TE + self.balance.offset_E
+        expert_TK, weight_TK = weighted_top_k(
+            score_TE, self.top_k, ranking_TE=ranking_TE, normalised=self.settings.normalise
         )
+        weight_TK = self.settings.route_scale * weight_TK
+        return Routing.from_choice(expert_TK, weight_TK, num_experts=self.num_experts, score_TE=score_TE, mask_T=mask_T)
 
     def observe(self, routing: Routing) -> None:
         self.balance.observe(routing)

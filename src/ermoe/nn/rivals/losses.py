@@ -42,7 +42,7 @@ def gshard_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
     """E Σ_e f_e m_e, (G,): f_e the share of tokens whose best expert is e (a constant), m_e its mean gate."""
     num_experts = gate_GSE.shape[-1]
     best_GSE = nn.functional.one_hot(gate_GSE.argmax(-1), num_experts).to(gate_GSE.dtype)
-    count_G1 = _num_real(gate_GSE, mask_GS).clamp_min(1).unsqueeze(1)
+    count_G1 = _real(torch.ones_like(gate_GSE[..., :1]), mask_GS).sum(1).clamp_min(1)
     share_GE, mean_GE = (_real(part, mask_GS).sum(1) / count_G1 for part in (best_GSE, gate_GSE))
     return num_experts * (share_GE * mean_GE).sum(-1)
 
@@ -62,12 +62,6 @@ def _squared_variation(total_GE: Tensor) -> Tensor:
 
 def _real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
     return value_GSE if mask_GS is None else value_GSE * mask_GS.unsqueeze(-1)
-
-
-def _num_real(value_GSE: Tensor, mask_GS: Tensor | None) -> Tensor:
-    if mask_GS is None:
-        return value_GSE.new_full(value_GSE.shape[:1], value_GSE.shape[1])
-    return mask_GS.sum(1).to(value_GSE.dtype)
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:

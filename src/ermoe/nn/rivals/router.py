@@ -1,6 +1,6 @@
 """What the rivals share: they route by tokens alone, most of them through a learned gate, and may leave a loss.
 
-Letters: G groups of S tokens, D width, E experts, K experts per token, A pairs of token and expert, R basis rank.
+Letters: G groups of S tokens, T = G·S tokens, D width, E experts, K experts per token, A pairs, R basis rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ermoe.nn.gate import Gate
 from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.routers import Router, check_top_k
+from ermoe.nn.routers import Router, check_top_k, stable_top_k
 from ermoe.nn.routing import Routing
+from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
 
 _MOST_FORWARDS = 8  # of one step: views of an image, uses of a layer
@@ -28,6 +29,8 @@ class RivalRouter(Router):
     nobody pulls is forgotten when gradients pass through its forward pass, for its graph is gone then. Of forward
     passes that are neither pulled nor used, the last few are kept.
     """
+
+    settings: RouterSettings | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +69,9 @@ class RivalRouter(Router):
         losses, self._losses = self._losses, []
         return torch.stack(losses).mean() if losses else None
 
+    def extra_repr(self) -> str:
+        return "" if self.settings is None else repr(self.settings)
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model has not run forward: tensors with a history can be neither copied nor saved."""
         return {**self.__dict__, "_losses": []}
@@ -74,13 +80,30 @@ class RivalRouter(Router):
 class GatedRouter(RivalRouter):
     """A rival with a learned gate; ``top_k`` is None where tokens do not all choose equally many experts."""
 
-    def __init__(self, dim: int, num_experts: int, *, top_k: int | None, **start: Unpack[Start]) -> None:
+    def __init__(
+        self, dim: int, num_experts: int, settings: RouterSettings, *, top_k: int | None, **start: Unpack[Start]
+    ) -> None:
         super().__init__()
         if top_k is not None:
             check_top_k(top_k, num_experts)
         self.gate = Gate(dim, num_experts, **start)
         self.num_experts = num_experts
         self.top_k = top_k
+        self.settings = settings
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.gate.reset_parameters(generator)
+
+
+def weighted_top_k(
+    score_TE: Tensor, k: int, *, ranking_TE: Tensor | None = None, normalised: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Of each token the K best experts and their scores, (T, K) each, best by score unless a ranking is given.
+
+    ``normalised`` scores are divided by their sum over the K.
+    """
+    expert_TK = stable_top_k((score_TE if ranking_TE is None else ranking_TE).detach(), k)
+    weight_TK = score_TE.gather(1, expert_TK)
+    if normalised:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(weight_TK.dtype).tiny)
+    return expert_TK, weight_TK

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ermoe.nn.capacity import places
 from ermoe.nn.experts import Experts
-from ermoe.nn.layer import MixtureLayer, check_inputs, groups
+from ermoe.nn.layer import MixtureLayer
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import LayerSettings
@@ -81,7 +81,7 @@ class SoftMoE(MixtureLayer):
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """As every layer, but ``context`` is ignored; padded tokens enter no slot."""
-        x_GSD, mask_GS = self._checked(x, mask)
+        x_GSD, _, mask_GS = self.grouped(x, None, mask)
         dispatch_GSQ, combine_GSQ = self.weights(x_GSD, mask_GS)
         if self.observers:
             self.tell_observers(self._summary(combine_GSQ.detach(), mask_GS))
@@ -91,7 +91,7 @@ class SoftMoE(MixtureLayer):
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """The expert with the largest share in each token's output, as a top-1 routing; experts do not run."""
-        x_GSD, mask_GS = self._checked(x, mask)
+        x_GSD, _, mask_GS = self.grouped(x, None, mask)
         return self._summary(self.weights(x_GSD, mask_GS)[1], mask_GS)
 
     def weights(self, x_GSD: Tensor, mask_GS: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,6 @@ class SoftMoE(MixtureLayer):
             real_GS1 = mask_GS.unsqueeze(-1)
             lowest = torch.finfo(logit_GSQ.dtype).min  # not −∞: an image of nothing but padding would give NaN
             return logit_GSQ.masked_fill(~real_GS1, lowest).softmax(1) * real_GS1, combine_GSQ * real_GS1
-
-    def _checked(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        check_inputs(x, None, mask, dim=self.experts.dim, needs_context=False)
-        return groups(x), None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
 
     def _run_experts(self, slot_GQD: Tensor) -> Tensor:
         num_groups, _, dim = slot_GQD.shape

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ermoe.nn.capacity import places, places_per_group, within_capacity
 from ermoe.nn.rivals.losses import gshard_loss, importance_loss, load_loss, mean_over_groups
-from ermoe.nn.rivals.router import GatedRouter
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.rivals.router import GatedRouter, weighted_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
@@ -87,13 +86,10 @@ class VMoERouter(GatedRouter):
     """
 
     top_k: int
+    settings: VMoE
 
     def __init__(self, dim: int, num_experts: int, settings: VMoE, **start: Unpack[Start]) -> None:
-        super().__init__(dim, num_experts, top_k=settings.top_k, **start)
-        self.settings = settings
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, capacity_factor={self.capacity_factor}, group_size={self.settings.group_size}"
+        super().__init__(dim, num_experts, settings, top_k=settings.top_k, **start)
 
     @property
     def capacity_factor(self) -> float | None:
@@ -123,10 +119,9 @@ class VMoERouter(GatedRouter):
         """The decision on given gates."""
         num_groups, num_tokens, _ = gate_GSE.shape
         gate_TE = gate_GSE.flatten(0, 1)
-        expert_TK = stable_top_k(gate_TE.detach(), self.top_k)
+        expert_TK, weight_TK = weighted_top_k(gate_TE, self.top_k)
         shape_GSK = (num_groups, num_tokens, self.top_k)
         wanted_GSK = None if mask_GS is None else mask_GS.unsqueeze(-1).expand(shape_GSK)
-        weight_TK = gate_TE.gather(1, expert_TK)
         kept_GSK, num_dropped = wanted_GSK, None
         if self.capacity_factor is not None:
             kept_GSK = within_capacity(

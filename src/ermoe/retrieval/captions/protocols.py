@@ -6,10 +6,13 @@ far fewer among 31,783. Sizes are checked whenever data are opened.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 
 from ermoe.errors import UserError
+from ermoe.files import from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,63 +53,14 @@ class Protocol:
             )
 
 
-def _in_splits(*patterns: str) -> dict[str, tuple[str, ...]]:
-    """Files of train, dev and test; where a name has {}, every split has a file of its own."""
-    written = {"train": "train", "dev": "val", "test": "test"}
-    return {split: tuple(pattern.format(name) for pattern in patterns) for split, name in written.items()}
+def _read() -> dict[str, Protocol]:
+    """The protocols of the table that is shipped."""
+    table = resources.files("ermoe.retrieval.captions") / "protocols.toml"
+    stored = tomllib.loads(table.read_text("utf-8"))
+    return {name: from_json(Protocol, {"name": name, **own}, source=str(table)) for name, own in stored.items()}
 
 
-PROTOCOLS: dict[str, Protocol] = {
-    protocol.name: protocol
-    for protocol in (
-        Protocol(
-            "coco-karpathy-5k",
-            "Karpathy's test split of COCO: 5,000 images of val2014, all captions (a few images have six)",
-            {"train": (113_287, 566_747), "dev": (5_000, 25_010), "test": (5_000, 25_010)},
-            _in_splits("dataset_coco.json", "coco_karpathy_{}.json", "coco_{}_karpathy.json"),
-        ),
-        Protocol(
-            "coco-val2017-5k",
-            "COCO val2017, the first five captions of each image; its images can be in Karpathy's training split",
-            {"test": (5_000, 25_000)},
-            {"train": ("captions_train2017.json",), "dev": ("captions_train2017.json",)}
-            | {"test": ("captions_val2017.json",)},
-            first_captions=5,
-            hashed_splits={"train": (0.0, 0.96), "dev": (0.96, 1.0)},
-        ),
-        Protocol(
-            "flickr30k-karpathy-1k",
-            "Karpathy's test split of Flickr30k: 1,000 images, five captions each",
-            {"train": (29_000, 145_000), "dev": (1_014, 5_070), "test": (1_000, 5_000)},
-            _in_splits(
-                "dataset_flickr30k.json",
-                "flickr_annotations_30k.csv",
-                "flickr30k_{}_karpathy.txt",
-                "flickr30k_{}.json",
-            ),
-        ),
-        Protocol(
-            "flickr30k-full-31k",
-            "all of Flickr30k as one pool: 31,783 images, 158,915 captions",
-            {"test": (31_783, 158_915)},
-            {"test": ("results_20130124.token", "results.csv", "captions.txt")},
-            is_whole=True,
-        ),
-        Protocol(
-            "flickr8k-1k",
-            "Flickr8k's own split: 6,000 / 1,000 / 1,000 images, five captions each; 91 images are in no split",
-            {"train": (6_000, 30_000), "dev": (1_000, 5_000), "test": (1_000, 5_000)},
-            _in_splits("Flickr8k.token.txt", "dataset_flickr8k.json", "captions.txt"),
-        ),
-        Protocol(
-            "custom",
-            "whatever was given, by its own size",
-            {},
-            dict.fromkeys(("train", "dev", "test", "all"), ("*",)),
-            hashed_splits={"train": (0.0, 0.8), "dev": (0.8, 0.9), "test": (0.9, 1.0)},
-        ),
-    )
-}
+PROTOCOLS = _read()
 
 
 def protocol_of(name: str, split: str) -> Protocol:

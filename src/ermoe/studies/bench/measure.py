@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 
@@ -75,19 +76,11 @@ def compare(seconds: Mapping[str, list[float]], reference: str) -> list[Measurem
     >>> compare({"floor": [1.0, 2.0], "x": [2.0, 4.0]}, "floor")[1].ratio
     2.0
     """
-    return [
-        Measurement(
-            name, statistics.median(times), *_quartiles([t / r for t, r in zip(times, seconds[reference], strict=True)])
-        )
-        for name, times in seconds.items()
-    ]
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
+    found = []
+    for name, times in seconds.items():
+        ratios = np.divide(times, seconds[reference])
+        found.append(Measurement(name, statistics.median(times), *np.quantile(ratios, (0.5, 0.25, 0.75)).tolist()))
+    return found
 
 
 def peak_megabytes(build: Build, *arguments: Any) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ermoe.nn import EigenMoE, MoE, Router, Routing
+from ermoe.nn import MoE, Router, Routing
 from ermoe.nn.registry import build_layer
 
 
@@ -78,7 +79,7 @@ class _DenseFFNs(nn.Module):
 class _TransformersExperts(nn.Module):
     """Hugging Face's experts with one of its backends, ViT-shaped (biases, GELU), behind a softmax gate."""
 
-    def __init__(self, shape: Shape, backend: str, routing: str) -> None:
+    def __init__(self, backend: str, shape: Shape, routing: str) -> None:
         from transformers.integrations.moe import use_experts_implementation
 
         super().__init__()
@@ -164,50 +165,39 @@ def _soft_moe(shape: Shape) -> nn.Module:
     return _FirstOutput(SoftMoE(dim=shape.dim, seq_len=shape.tokens, num_experts=shape.num_experts))
 
 
-def _ours(router: str, shape: Shape, routing: str, **options: Any) -> nn.Module:
-    layer = build_layer(
-        router, shape.dim, shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k, **options
-    )
-    if routing != "natural":
-        assert isinstance(layer, MoE)
-        layer = MoE(Forced(shape, routing), layer.experts)
-    return layer
+def _ours(router: str, shape: Shape, routing: str, **options: Any) -> MoE:
+    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k}
+    layer = build_layer(router, shape.dim, shape.hidden_dim, **sizes, **options)
+    assert isinstance(layer, MoE)
+    return layer if routing == "natural" else MoE(Forced(shape, routing), layer.experts)
 
 
-Build = Callable[[Shape, str], nn.Module]
-
-_ROUTED: dict[str, tuple[str | None, Build]] = {
-    "ermoe R=504 r=56": (None, lambda shape, routing: _ours("eigen", shape, routing, rank=504, route_rank=56)),
-    "ermoe R=D": (None, lambda shape, routing: _ours("eigen", shape, routing)),
-    "ermoe dense experts": (None, lambda shape, routing: _ours("eigen", shape, routing, experts="dense")),
-    "our V-MoE": (None, lambda shape, routing: _ours("v-moe", shape, routing, capacity_factor=None)),
-    "transformers loop": ("transformers", lambda shape, routing: _TransformersExperts(shape, "eager", routing)),
-    "transformers grouped_mm": (
-        "transformers",
-        lambda shape, routing: _TransformersExperts(shape, "grouped_mm", routing),
-    ),
+# Name -> the package it is from, and how it is built for a shape and a kind of routing.
+_CANDIDATES: dict[str, tuple[str, Callable[[Shape, str], nn.Module]]] = {
+    "floor": ("ermoe", lambda shape, _: _DenseFFNs(shape)),
+    "ermoe R=504 r=56": ("ermoe", lambda shape, routing: _ours("eigen", shape, routing, rank=504, route_rank=56)),
+    "ermoe R=D": ("ermoe", lambda shape, routing: _ours("eigen", shape, routing)),
+    "ermoe dense experts": ("ermoe", lambda shape, routing: _ours("eigen", shape, routing, experts="dense")),
+    "our V-MoE": ("ermoe", lambda shape, routing: _ours("v-moe", shape, routing, capacity_factor=None)),
+    "transformers loop": ("transformers", partial(_TransformersExperts, "eager")),
+    "transformers grouped_mm": ("transformers", partial(_TransformersExperts, "grouped_mm")),
+    "Mixtral eager": ("transformers", lambda shape, _: _mixtral(shape, "eager")),
+    "Mixtral grouped_mm": ("transformers", lambda shape, _: _mixtral(shape, "grouped_mm")),
+    "st-moe-pytorch": ("st_moe_pytorch", lambda shape, _: _st_moe(shape)),
+    "soft-moe-pytorch": ("soft_moe_pytorch", lambda shape, _: _soft_moe(shape)),
 }
-_NATURAL: dict[str, tuple[str, Callable[[Shape], nn.Module]]] = {
-    "Mixtral eager": ("transformers", lambda shape: _mixtral(shape, "eager")),
-    "Mixtral grouped_mm": ("transformers", lambda shape: _mixtral(shape, "grouped_mm")),
-    "st-moe-pytorch": ("st_moe_pytorch", _st_moe),
-    "soft-moe-pytorch": ("soft_moe_pytorch", _soft_moe),
-}
+_ONLY_NATURAL = ("Mixtral", "st-moe", "soft-moe")  # their routing cannot be forced
 
 
 def build(name: str, shape: Shape, routing: str = "natural") -> nn.Module:
     """One candidate by its name."""
-    if name == "floor":
-        return _DenseFFNs(shape)
-    return _ROUTED[name][1](shape, routing) if name in _ROUTED else _NATURAL[name][1](shape)
+    return _CANDIDATES[name][1](shape, routing)
 
 
 def available(routing: str = "natural") -> list[str]:
     """Names of the candidates that are installed; peers whose routing cannot be forced take part only in "natural"."""
-    names = ["floor", *(name for name, (package, _) in _ROUTED.items() if package is None or find_spec(package))]
-    if routing == "natural":
-        names += [name for name, (package, _) in _NATURAL.items() if find_spec(package)]
-    return names
+    installed = [name for name, (package, _) in _CANDIDATES.items() if find_spec(package)]
+    return [name for name in installed if routing == "natural" or not name.startswith(_ONLY_NATURAL)]
 
 
 def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -219,5 +209,4 @@ def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
 
 def eigen_layer(shape: Shape, **options: Any) -> MoE:
     """The layer of the paper's preset."""
-    options = {"rank": 504, "route_rank": 56} | options
-    return EigenMoE(shape.dim, shape.hidden_dim, num_experts=shape.num_experts, top_k=shape.top_k, **options)
+    return _ours("eigen", shape, "natural", **{"rank": 504, "route_rank": 56} | options)

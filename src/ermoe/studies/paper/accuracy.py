@@ -43,7 +43,6 @@ def train(setup: Setup, method: str, seed: int) -> dict[str, float]:
 
 
 @study(
-    "imagenet",
     "accuracy of ERMoE and of other mixtures of experts for vision",
     "ViT-B/16 from ImageNet weights, fine-tuned on ImageNet-1K for 300 epochs; the two others on ResNet-18.",
     images.describe,
@@ -61,7 +60,6 @@ def imagenet(runs: Runs) -> Findings:
 
 
 @study(
-    "expert-choice",
     "accuracy of expert choice beside ERMoE",
     "ImageNet, the settings of Table 1; 9.1 points between the two.",
     images.describe,
@@ -111,7 +109,6 @@ def probes(model: nn.Module, data: LabelledImages, seed: int, shots: Sequence[in
 
 
 @study(
-    "few-shot",
     "linear probes of frozen features",
     "features from ImageNet, frozen; a linear head trained for 5 and 10 epochs on CIFAR-10, CIFAR-100, Tiny-ImageNet.",
     _describe,
@@ -172,7 +169,6 @@ def _ablated(setup: Setup, name: str, seed: int) -> dict[str, Any]:
 
 
 @study(
-    "ablation",
     "what each part of the method contributes",
     "CIFAR-10, 5-shot, features from ImageNet; 8 experts, k = 2, T = 0.5.",
     _describe,

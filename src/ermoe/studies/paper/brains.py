@@ -104,7 +104,6 @@ def _errors(setup: Setup, method: str, seed: int) -> dict[str, float]:
 
 
 @study(
-    "brain-age",
     "mean absolute error of brain age in years",
     "7,965 T1 scans of ADNI, 8:1:1 by subject, 300 epochs.",
     describe,
@@ -161,7 +160,6 @@ def _points(record: Record, part: str, sex: str) -> tuple[np.ndarray, np.ndarray
 
 
 @study(
-    "brain-scatter",
     "predicted brain age against age",
     "ADNI, test (Fig. 2) and train (Fig. S2, whose caption says test), by sex.",
     describe,
@@ -227,7 +225,6 @@ def _corrected(setup: Setup, method: str, seed: int) -> dict[str, Any]:
 
 
 @study(
-    "calibration",
     "error and slope of brain age before and after a linear calibration",
     "ADNI test set, 797 scans; the line is fitted on training predictions.",
     describe,

@@ -119,7 +119,6 @@ def _recall_table(runs: Runs, quoted: Mapping[str, Sequence[str]]) -> Findings:
 
 
 @study(
-    "coco",
     "image–text retrieval on COCO",
     "COCO, 5,000 test images (it does not say which), an ImageNet image tower, CLIP's text tower frozen.",
     partial(_describe, "coco"),
@@ -137,7 +136,6 @@ def coco(runs: Runs) -> Findings:
 
 
 @study(
-    "flickr",
     "image–text retrieval on Flickr30k",
     "Flickr30k (1,000 or all 31,783 images, it does not say), an ImageNet image tower, CLIP's text tower frozen.",
     partial(_describe, "flickr"),
@@ -163,7 +161,6 @@ def _with_text_tower(setup: Setup, row: str, seed: int) -> dict[str, Any]:
 
 
 @study(
-    "text-tuning",
     "text-to-image recall with a frozen and with a tuned text tower",
     "Fix-CLIP on COCO, text tower frozen and tuned.",
     partial(_describe, "coco"),

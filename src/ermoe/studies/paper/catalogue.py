@@ -38,7 +38,7 @@ ENTRIES: dict[str, Entry] = {
     "brain-scatter": Entry("brains.brain_scatter", "Fig. 2, Fig. S2", "brain age against age, test and train", _BRAINS),
     "calibration": Entry("brains.calibration", "Suppl. 5", "linear calibration of brain age", _BRAINS),
     "threshold": Entry("sweeps.threshold", "Suppl. 6", "fallback is near zero below T = 0.5 and rises above", _IMAGES),
-    "lambda": Entry("sweeps.orthogonality", "Suppl. 7", "validation loss is lowest at λ = 5e-5", _IMAGES),
+    "lambda": Entry("sweeps.lambda_", "Suppl. 7", "validation loss is lowest at λ = 5e-5", _IMAGES),
     "top-k": Entry("sweeps.top_k", "Suppl. 8", "two experts a token are best", _IMAGES),
     "efficiency": Entry("costs.efficiency", "Suppl. 9", "parameters, operations and time of an image", _NOTHING),
     "ablation": Entry("accuracy.ablation", "Suppl. 10", "normal weights, learned logits, λ = 0", _IMAGES),

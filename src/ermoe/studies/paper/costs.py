@@ -36,12 +36,6 @@ def _models_described(setup: Setup) -> str:
     )
 
 
-def _models(setup: Setup) -> list[Job]:
-    """Counting, and timing."""
-    counting = [Job(name, 1, partial(count_model, name)) for name in _MODELS]
-    return [*counting, Job("time", 1, partial(_time_models, setup))]
-
-
 def count_model(name: str) -> dict[str, float]:
     """Millions of parameters and billions of multiply-adds."""
     found = count_preset(preset(name))
@@ -71,11 +65,13 @@ def _tiny(chosen: Preset) -> Preset:
 
 
 @study(
-    "efficiency",
     "parameters, operations and time of one image",
     "ViT-B/16 at 224 pixels with 8 experts; V-MoE with two experts a token in every second block.",
     _models_described,
-    _models,
+    lambda setup: [
+        *(Job(name, 1, partial(count_model, name)) for name in _MODELS),
+        Job("time", 1, partial(_time_models, setup)),
+    ],
 )
 def efficiency(runs: Runs) -> Findings:
     """A row for each model."""
@@ -143,7 +139,6 @@ def _time_routing(setup: Setup) -> dict[str, Any]:
 
 
 @study(
-    "routing-cost",
     "operations and time of the routing decision",
     "routing step of V-MoE and ERMoE: 0.631 and 1.169 G operations, 0.03 and 0.05 ms; sizes not given.",
     _routing_described,
@@ -218,7 +213,6 @@ def _megabytes(router: str, shape: Shape) -> dict[str, float]:
 
 
 @study(
-    "expert-scaling",
     "memory of a layer with 8 and with 32 experts",
     "one layer, one epoch, GPU memory: ERMoE 20.5 → 84.7 GB, standard MoE 18.0 → 80.0 GB; sizes not given.",
     _scaling_described,

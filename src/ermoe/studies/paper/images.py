@@ -16,7 +16,7 @@ from torch import nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch, in_memory
-from ermoe.data.images import Images, ImagesInMemory, open_images, some_of
+from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
 from ermoe.files import StrPath
 from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
@@ -32,6 +32,7 @@ PAPER_RULE, OFFSETS = "ermoe-none", "ermoe"
 """The method as the paper has it, and with our offsets."""
 _MINI_STEPS = 1300  # of a miniature on data of your own: two or three minutes on two cores
 _MINI_SIDE = 32
+_WORKERS = 2  # where images are in files
 _MOST_IN_MEMORY = 200_000
 LABELS = {
     PAPER_RULE: "ERMoE (paper's rule)",
@@ -177,7 +178,7 @@ def trained(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> 
     """A variant trained on ``data``, or taken from the folder where another study trained it."""
     chosen = recipe_of(setup, variant, seed, data)
     folder = setup.trained(data.path) / f"{variant.key}-{seed}"
-    compute = setup.compute(workers=_workers(data))
+    compute = setup.compute(workers=_WORKERS)
     chosen = chosen if variant.prepare is None else _prepared(chosen, variant.prepare)
     figures = train(chosen, data, folder, compute=compute)
     return Trained(loaded(RunFolder(folder).final, variant, compute.device), figures, folder)
@@ -205,14 +206,9 @@ def loaded(folder: StrPath, variant: Variant, device: torch.device | str = "cpu"
     return model.eval()
 
 
-def _workers(data: LabelledImages) -> int:
-    """Files are read ahead; what is in memory needs nobody."""
-    return 0 if isinstance(data.train, ImagesInMemory) else 2
-
-
 def loader_of(model: nn.Module, data: LabelledImages) -> Loader[Batch]:
     """The test images as the model wants them."""
-    compute = Compute(Processes(device=next(model.parameters()).device), workers=_workers(data))
+    compute = Compute(Processes(device=next(model.parameters()).device), workers=_WORKERS)
     return Loader(transform_for(model).of(data.test), batch_size=250, compute=compute)
 
 

@@ -58,10 +58,10 @@ class Study:
 
 
 def study(
-    name: str, title: str, paper: str, ours: Callable[[Setup], str], jobs: Callable[[Setup], Sequence[Job]]
-) -> partial[Study]:
-    """Declares a study: the function below it, which says what the runs show, becomes the `Study`."""
-    return partial(Study, name, title, paper, ours, jobs)
+    title: str, paper: str, ours: Callable[[Setup], str], jobs: Callable[[Setup], Sequence[Job]]
+) -> Callable[[Callable[[Runs], Findings]], Study]:
+    """Declares a study: the function below it, which says what the runs show, becomes the `Study` of its name."""
+    return lambda findings: Study(findings.__name__.strip("_").replace("_", "-"), title, paper, ours, jobs, findings)
 
 
 def every(

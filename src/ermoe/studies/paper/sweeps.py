@@ -66,7 +66,6 @@ def pruning(model: nn.Module, threshold: float) -> Iterator[None]:
 
 
 @study(
-    "threshold",
     "fallback rate, accuracy and load against the threshold T",
     "T swept over 0 … 0.9 at test time, weights frozen, Tiny-ImageNet; only a curve, no numbers.",
     images.describe,
@@ -123,13 +122,12 @@ def _with_lambda(setup: Setup, name: str, seed: int) -> dict[str, float]:
 
 
 @study(
-    "lambda",
     "validation loss against the weight λ of the orthogonality loss",
     "λ from 0 to 0.01, 15 epochs on 10 % of ImageNet; a U-shaped curve with its minimum at 5e-5, no numbers.",
     partial(images.describe, **_RETRACTION),
     every(LAMBDAS, _with_lambda),
 )
-def orthogonality(runs: Runs) -> Findings:
+def lambda_(runs: Runs) -> Findings:
     """One row for each λ."""
     header = ["λ", "paper", "validation loss", "with λ · penalty", "accuracy", "drift ‖UᵀU−I‖₂", "load CV²", "fallback"]
     styles = {"loss": ".4f", "combined_loss": ".4f", "top1": ".2%", "drift": ".2g", "load_cv2": ".3f"}
@@ -215,7 +213,6 @@ def _retrained(setup: Setup, name: str, seed: int) -> dict[str, float]:
 
 
 @study(
-    "top-k",
     "accuracy, tail mass and time against the number of experts a token",
     "k in 1, 2, 3, 4, 6 at T = 0.5 on Tiny-ImageNet; a figure without numbers, best at k = 2, tail mass said to rise.",
     images.describe,

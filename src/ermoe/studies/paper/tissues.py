@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ermoe.analysis import plots
+from ermoe.brain.regions import TISSUES, expert_name
+from ermoe.brain.reporting.pictures import tissues_by_experts
 from ermoe.errors import UserError
 from ermoe.studies.figures import Runs, mean
 from ermoe.studies.paper import brains
@@ -17,7 +18,6 @@ from ermoe.studies.paper.study import Findings, every, study
 from ermoe.studies.record import Record
 from ermoe.train.run_folder import RunFolder, read_lines
 
-_TISSUES = ("wm", "gm", "csf")
 _TABLE_6 = {
     "wm": ("free_expert1 0.21, free_expert3 0.13", "wm_expert 0.87, free_expert1 0.21"),
     "gm": ("free_expert0 0.15, free_expert1 0.13", "gm_expert 0.79, wm_expert 0.54"),
@@ -51,7 +51,6 @@ def _scores(records: Sequence[Record], when: str, tissue: str) -> dict[str, floa
 
 
 @study(
-    "region-routing",
     "experts that isolated tissues choose at the last layer",
     "ADNI scans with one tissue left, at epochs 1, 5 and 300.",
     brains.describe,
@@ -61,7 +60,7 @@ def region_routing(runs: Runs) -> Findings:
     """The two best experts of every tissue, early and late."""
     header = ["tissue", "paper: epoch 1", "first probe", "paper: epoch 300", "last probe"]
     rows = []
-    for tissue in _TISSUES:
+    for tissue in TISSUES:
         cells = []
         for when, quoted in zip(("first", "last"), _TABLE_6[tissue], strict=True):
             best = list(_scores(runs.records, when, tissue).items())[:2]
@@ -78,29 +77,13 @@ def region_routing(runs: Runs) -> Findings:
 
 def _own_first(records: Sequence[Record], when: str) -> int:
     """How many tissues score highest with their own expert."""
-    return sum(next(iter(_scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in _TISSUES)
+    return sum(next(iter(_scores(records, when, tissue)), "") == f"{tissue}_expert" for tissue in TISSUES)
 
 
 def _maps(records: Sequence[Record]) -> Figure:
-    moments = [when for when in ("first", "middle", "last") if records[0]["figures"].get(when)]
-    with plots.style():
-        drawing = Figure(figsize=(2.9 * len(moments), 2.2), layout="constrained")
-        for axes, when in zip(np.atleast_1d(drawing.subplots(1, len(moments))), moments, strict=True):
-            names = sorted(_scores(records, when, "wm"), key=_position)
-            table = [[_scores(records, when, tissue)[name] for name in names] for tissue in _TISSUES]
-            axes.imshow(table, cmap=plots.HEAT, vmin=0, vmax=1, aspect="auto")
-            axes.set_xticks(
-                range(len(names)), [name.replace("_expert", " ") for name in names], rotation=90, fontsize=7
-            )
-            axes.set_yticks(range(3), _TISSUES)
-            axes.set_title(f"{when} probe")
-            for (row, column), value in np.ndenumerate(np.array(table)):
-                colour = "#ffffff" if value > 0.55 else plots.INK
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
-    return drawing
-
-
-def _position(name: str) -> tuple[int, str]:
-    """Tissues in their order, then free experts."""
-    tissue = name.removesuffix("_expert")
-    return _TISSUES.index(tissue) if tissue in _TISSUES else len(_TISSUES), name
+    panels = {}
+    for when in ("first", "middle", "last"):
+        if records[0]["figures"].get(when):
+            scores = [_scores(records, when, tissue) for tissue in TISSUES]
+            panels[f"{when} probe"] = np.array([[own[expert_name(e)] for e in range(len(own))] for own in scores])
+    return tissues_by_experts(panels, highest=1.0)

@@ -45,7 +45,6 @@ def _shares(setup: Setup, method: str, seed: int) -> dict[str, Any]:
 
 
 @study(
-    "balance",
     "how evenly experts are used on test images",
     "128 experts (16 layers × 8; a ViT-B has 12 blocks) on Tiny-ImageNet and ImageNet; curves without numbers.",
     images.describe,
@@ -97,7 +96,6 @@ def _first_middle_last(folder: Path) -> list[tuple[int, Path]]:
 
 
 @study(
-    "train-heatmaps",
     "mean mixing weight of every class and expert over training",
     "four layers of ViT-B/16 during 300 epochs of ImageNet; heat maps, no numbers.",
     images.describe,

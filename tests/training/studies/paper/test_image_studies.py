@@ -51,7 +51,7 @@ def setup(tmp_path, work, monkeypatch):
     data = LabelledImages("few", few("train", 100), few("test", 60))
     monkeypatch.setattr(images, "base_recipe", brief)
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
-    monkeypatch.setattr(images, "_workers", lambda data: 0)
+    monkeypatch.setattr(images, "_WORKERS", 0)
     keep(monkeypatch, sweeps.LAMBDAS, "lambda-0", "lambda-5e-05", "lambda-0.01")
     keep(monkeypatch, sweeps.NUMBERS, 1, 2, 6)
     keep(monkeypatch, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
@@ -174,7 +174,7 @@ def test_what_a_miniature_changes_in_the_method_is_said(setup):
     said = images.describe(setup)
     assert "departs from the paper: 1 is added to each chosen score in Eq. 7" in said
     assert "retracted every 10 steps" in said
-    assert "retracted" not in sweeps.orthogonality.ours(setup)
+    assert "retracted" not in sweeps.lambda_.ours(setup)
     full = replace(setup, scale="full", data="imagenet")
     assert images._departures(recipe("paper-ermoe")) == ""
     assert "ViT-B/16" in images.describe(full)

@@ -71,19 +71,12 @@ def test_seeds_matter_and_repeat():
     assert k_folds(scans, 5, seed=1) != k_folds(scans, 5, seed=2)
 
 
-def test_a_fold_can_validate():
-    scans = people(50)
-    splits = k_folds(scans, 5, seed=0, validation_folds=1)
-    test = {scan.key for scan in splits.select(scans, 1, "test")}
-    assert test == {scan.key for scan in splits.select(scans, 0, "validation")}
-
-
 def test_sites_are_left_out():
     scans = people(30)
-    splits = leave_site_out(scans, validation_share=0.1)
+    splits = leave_site_out(scans)
     assert splits.fold_names == ("site-a", "site-b", "site-c")
     assert {scan.site for scan in splits.select(scans, 1, "test")} == {"B"}
-    assert {scan.site for scan in splits.select(scans, 1, "validation")} <= {"A", "C"}
+    assert {scan.site for scan in splits.select(scans, 1, "train")} == {"A", "C"}
 
 
 def test_sites_that_look_alike_are_refused():

@@ -96,7 +96,7 @@ def test_padding_changes_nothing_for_the_real_tokens(name, options, mode):
     layer = without_noise(build(name, options)).train(mode == "train")
     x, context = inputs(batch=1, tokens=9)
     expected, routing = layer(x, context), layer.route(x, context)
-    for padding in (0.0, 7.0):
+    for padding in (0.0, 7.0, torch.nan):
         padded_x, padded_context = (nn.functional.pad(t, (0, 0, 2, 5), value=padding) for t in (x, context))
         mask = torch.zeros(1, 16, dtype=torch.bool)
         mask[:, 2:11] = True

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
+from scipy.interpolate import make_interp_spline
 from scipy.spatial.transform import Rotation
 
 from ermoe.brain.data.nifti import Bool, Double, Float, Grid, Image, sample
 from ermoe.brain.data.phantom.people import Person, Visit
 from ermoe.brain.data.preprocess import largest_piece
 from ermoe.brain.data.scans import Tissue
-from ermoe.errors import UserError
+from ermoe.errors import library
 
 _SPACING_MM = 2.0
 _AFFINE = np.array([[2.0, 0, 0, -90], [0, 2, 0, -126], [0, 0, 2, -72], [0, 0, 0, 1]])
@@ -94,19 +95,11 @@ def atlas() -> Atlas:
 
 def _maps() -> tuple[Float, Float, Float]:
     """White matter, grey matter and everything inside the skull, resampled from 1 to 2 mm."""
-    datasets = _templates()
+    datasets = library("nilearn.datasets", "phantoms are made from nilearn's templates", "brain")
     white = _resampled(datasets.load_mni152_wm_template(resolution=1))
     grey = _resampled(datasets.load_mni152_gm_template(resolution=1))
     brain = _resampled(datasets.load_mni152_template(resolution=1), is_filled=True)
     return white, grey, np.maximum(brain, white + grey)
-
-
-def _templates() -> Any:
-    try:
-        from nilearn import datasets
-    except ImportError:
-        raise UserError("phantoms are made from nilearn's templates: pip install 'ermoe[brain]'") from None
-    return datasets
 
 
 def _resampled(template: Any, *, is_filled: bool = False) -> Float:
@@ -126,24 +119,10 @@ def smooth_field(shape: tuple[int, int, int], spacing_mm: float, width_mm: float
     noise = rng.normal(size=tuple(size + 2 * rim for size in coarse)).astype(np.float32)
     field = ndimage.gaussian_filter(noise, sigma)[rim:-rim, rim:-rim, rim:-rim]
     field *= (4 * np.pi * sigma**2) ** 0.75  # the deviation of white noise, which the filter took, given back
-    return _upsampled(field, shape, spacing_mm / step_mm)
-
-
-def _upsampled(field: Float, shape: tuple[int, int, int], ratio: float) -> Float:
-    """Linear interpolation, axis by axis: as matrix products, far faster than looking up every voxel."""
     for axis, size in enumerate(shape):
-        field = np.moveaxis(np.tensordot(_linear(size, field.shape[axis], ratio), field, (1, axis)), 0, axis)
+        linear = make_interp_spline(np.arange(field.shape[axis]), field, k=1, axis=axis)
+        field = linear(np.arange(size) * spacing_mm / step_mm)
     return np.ascontiguousarray(field, np.float32)
-
-
-def _linear(fine: int, coarse: int, ratio: float) -> Float:
-    """Weights (fine, coarse) of linear interpolation."""
-    place = np.arange(fine) * ratio
-    lower = np.minimum(place.astype(int), coarse - 2)
-    weights = np.zeros((fine, coarse), np.float32)
-    weights[np.arange(fine), lower] = 1 - (place - lower)
-    weights[np.arange(fine), lower + 1] = place - lower
-    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +179,8 @@ def _template_coordinates(
     head[:3, :3] = size * Rotation.from_rotvec(np.radians(rng.normal(0, _POSE_DEGREES, 3))).as_matrix()
     middle = _AFFINE[:3, :3] @ ndimage.center_of_mass(atlas.brain_XYZ) + _AFFINE[:3, 3]
     head[:3, 3] = rng.normal(0, _POSE_MM, 3) - head[:3, :3] @ middle
-    lookup = np.linalg.inv(head @ _AFFINE) @ affine
-    i, j, k = (np.arange(count, dtype=np.float32) for count in shape)
-    columns = lookup.astype(np.float32)
-    return np.stack(
-        [
-            (columns[axis, 0] * i)[:, None, None]
-            + (columns[axis, 1] * j)[None, :, None]
-            + (columns[axis, 2] * k + columns[axis, 3])[None, None, :]
-            for axis in range(3)
-        ]
-    )
+    lookup = (np.linalg.inv(head @ _AFFINE) @ affine).astype(np.float32)
+    return np.tensordot(lookup[:3, :3], np.indices(shape, np.float32), 1) + lookup[:3, 3, None, None, None]
 
 
 def _looked_up(field: Float, x: Float, *, outside: float = 0.0) -> Float:

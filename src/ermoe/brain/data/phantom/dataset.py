@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -145,38 +146,19 @@ def _write(path: Path, data: NDArray[Any], affine: NDArray[np.float64], *, slope
         draft.write_bytes(gzip.compress(image.to_bytes(), compresslevel=3, mtime=0))
 
 
-_README = """Synthetic T1-weighted scans of ageing brains. Nobody was scanned.
+def _shipped(name: str) -> str:
+    """A text of the data set that is the same for every cohort."""
+    return (files("ermoe.brain.data.phantom") / name).read_text("utf-8")
 
-Made by `ermoe brain synthesize` from the ICBM152 tissue maps: an individual shape, ventricles that grow, cortex that
-thins, lesions that come with age, and three scanners (sites A, B, C). The age effects are designed in, so a result on
-these scans is a test of software and no evidence about brains.
 
-derivatives/synth has the brain masks and the tissue maps, derivatives/truth what a scan truly shows: volumes and the
-gap between brain age and age, which nothing else reveals.
-"""
-
-_COLUMNS = {
-    "age": {"Description": "age at the first visit", "Units": "years"},
-    "sex": {"Levels": {"M": "male", "F": "female"}},
-    "site": {"Description": "simulated scanner, with its own blur, noise and intensity scale"},
-    "icv": {"Description": "intracranial volume the head was made with", "Units": "mL"},
-}
-
-_TRUTH = {
-    "age": {"Description": "age at the visit", "Units": "years"},
-    "gap": {"Description": "brain age, which drives all ageing effects, minus age", "Units": "years"},
-    "wm_ml": {"Description": "white matter", "Units": "mL"},
-    "gm_ml": {"Description": "grey matter", "Units": "mL"},
-    "csf_ml": {"Description": "cerebrospinal fluid, ventricles included", "Units": "mL"},
-    "ventricle_percent": {"Description": "lateral ventricles in per cent of the intracranial volume"},
-    "lesion_ml": {"Description": "white-matter lesions", "Units": "mL"},
-}
+_TRUTH: dict[str, dict[str, str]] = json.loads(_shipped("truth.json"))
+"""Columns of what a scan truly shows."""
 
 
 def _write_tables(root: Path, people: Sequence[Person], truth: Sequence[dict[str, Any]], *, has_sessions: bool) -> None:
     """Everything but images."""
-    write_text(root / "README", _README)
-    write_json(root / "participants.json", _COLUMNS)
+    for name in ("README", "participants.json"):
+        write_text(root / name, _shipped(name))
     rows = [[p.participant_id, f"{p.visits[0].age:.2f}", p.sex, p.site, f"{p.icv_ml:.1f}"] for p in people]
     write_tsv(root / "participants.tsv", ["participant_id", "age", "sex", "site", "icv"], rows)
     if has_sessions:
