@@ -48,6 +48,7 @@ _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _RIDGE = 1e-3  # of a mean variance
+_RIDGE_OF_FEW = 100
 _LEAST_WEIGHT = 0.1  # of the mean
 
 
@@ -157,7 +158,8 @@ def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
     answer_BC = getattr(output, "logits", output)
     answer_BC = answer_BC.float().flatten(0, -2).log_softmax(-1)
     drawn_B = torch.multinomial(answer_BC.detach().exp().cpu(), 1, generator=generator).to(answer_BC.device)
-    return answer_BC.gather(1, drawn_B).sum()
+    log_probability: Tensor = answer_BC.gather(1, drawn_B).sum()
+    return log_probability
 
 
 def _weighed(row_TD: Tensor) -> Tokens:
@@ -337,24 +339,30 @@ def errors_of_widths(ffn: FFN, tokens: Tokens, num_experts: int, widths: list[in
     """Weighted mean of ‖ŷ − y‖² over tokens with experts of each of the ``widths``, in closed form.
 
     With S the covariance of hidden units, of which k are kept and mapped by B, it is
-    tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B).
+    tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B). Units and B are chosen by one half of the tokens, S is that of the other:
+    where few tokens matter, a fit says little about others like them.
     """
     group_T = group(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))
     weight_HD = ffn.down.W.double()
     total = [0.0] * len(widths)
     for expert in range(num_experts):
         own = tokens.where(group_T == expert)
-        if len(own) == 0:
+        if len(own) < 2:
             continue
-        moments = _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in own.parts())
-        covariance_HH = moments.covariance(centred=ffn.has_bias)
-        order_H = _by_part(covariance_HH, weight_HD)
-        whole = float(((covariance_HH @ weight_HD) * weight_HD).sum())
+        half_T = torch.arange(len(own), device=own.x_TD.device) % 2 == 0
+        chosen_by, judged_by = (
+            _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in half.parts())
+            for half in (own.where(half_T), own.where(~half_T))
+        )
+        known_HH, other_HH = (moments.covariance(centred=ffn.has_bias) for moments in (chosen_by, judged_by))
+        order_H = _by_part(known_HH, weight_HD)
+        whole = float(((other_HH @ weight_HD) * weight_HD).sum())
         for number, width in enumerate(widths):
             kept = order_H[:width]
-            kept_kk, seen_kD = covariance_HH[kept][:, kept], covariance_HH[kept] @ weight_HD
-            solved_kD = _regression(kept_kk, seen_kD, prior=weight_HD[kept])
-            lost = whole - float((solved_kD * (2 * seen_kD - kept_kk @ solved_kD)).sum())
+            prior_kD, seen_kD = weight_HD[kept], known_HH[kept] @ weight_HD
+            solved_kD = _regression(known_HH[kept][:, kept], seen_kD, prior=prior_kD, num_tokens=chosen_by.num)
+            explained_kD = 2 * other_HH[kept] @ weight_HD - other_HH[kept][:, kept] @ solved_kD
+            lost = whole - float((solved_kD * explained_kD).sum())
             total[number] += max(lost, 0.0) * float(own.weight_T.sum()) / len(tokens)
     return total
 
@@ -364,15 +372,15 @@ def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
     return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
 
 
-def _regression(covariance_HH: Tensor, with_output_HD: Tensor, prior: Tensor) -> Tensor:
-    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]."""
-    solved_HD: Tensor = torch.linalg.solve(_ridged(covariance_HH), with_output_HD - covariance_HH @ prior)
+def _regression(covariance_HH: Tensor, with_output_HD: Tensor, prior: Tensor, num_tokens: float) -> Tensor:
+    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]; the fewer tokens a unit, the larger is λ."""
+    ridge = _RIDGE * (1 + _RIDGE_OF_FEW * len(covariance_HH) / num_tokens)
+    solved_HD: Tensor = torch.linalg.solve(_ridged(covariance_HH, ridge), with_output_HD - covariance_HH @ prior)
     return prior + solved_HD
 
 
-def _ridged(covariance: Tensor) -> Tensor:
-    ridge = _RIDGE * covariance.diagonal().mean()
-    return covariance + ridge * torch.eye(len(covariance)).to(covariance)
+def _ridged(covariance: Tensor, ridge: float = _RIDGE) -> Tensor:
+    return covariance + ridge * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
 
 
 def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
@@ -384,7 +392,7 @@ def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
     kept = _by_part(covariance_HH, weight_HD)[:width].sort().values
     # The dense outputs are a W2 + b2, so what is known of a is all that a regression on them needs.
     with_output_kD = covariance_HH[kept] @ weight_HD
-    solved_kD = _regression(covariance_HH[kept][:, kept], with_output_kD, prior=weight_HD[kept])
+    solved_kD = _regression(covariance_HH[kept][:, kept], with_output_kD, weight_HD[kept], moments.num)
     bias = None
     if ffn.has_bias:
         bias = moments.mean @ weight_HD - moments.mean[kept] @ solved_kD
@@ -442,7 +450,7 @@ def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
     width = network.hidden_dim
     covariance = joint.covariance(centred=ffn.has_bias)
     hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
-    solved_HD = _regression(hidden_HH, hidden_output_HD, prior=network.down.W.double())
+    solved_HD = _regression(hidden_HH, hidden_output_HD, network.down.W.double(), joint.num)
     # the R directions in which the outputs vary most
     principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
     solved_HD = (solved_HD @ principal_DR) @ principal_DR.mT
@@ -453,20 +461,25 @@ def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
 
 @dataclass(slots=True)
 class _Moments:
-    """Weighted mean (n,) and second moments (n, n) of rows, in double precision."""
+    """Weighted mean (n,) and second moments (n, n) of rows, in double precision.
+
+    ``num`` is the number of equally heavy rows that would say as much, (Σ w)² / Σ w².
+    """
 
     mean: Tensor
     second: Tensor
+    num: float
 
     @classmethod
     def over(cls, parts: Iterable[tuple[Tensor, Tensor]]) -> _Moments:
-        total = square = weight = torch.zeros(())
+        total = square = weight = weight_squared = torch.zeros(())
         for row_Tn, weight_T in parts:
             weighed_Tn = row_Tn * weight_T.unsqueeze(1).to(row_Tn.dtype)
             total = total + weighed_Tn.sum(0).double()
             square = square + (row_Tn.mT @ weighed_Tn).double()  # exact enough: a few thousand rows at once
             weight = weight + weight_T.double().sum()
-        return cls(total / weight, square / weight)
+            weight_squared = weight_squared + weight_T.double().square().sum()
+        return cls(total / weight, square / weight, float(weight.square() / weight_squared))
 
     def covariance(self, *, centred: bool) -> Tensor:
         """About the mean, or about zero: without biases nothing could take up what is done to the mean."""

@@ -100,16 +100,18 @@ def test_the_last_map_is_the_least_squares_one():
     units = [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in fitted.up.W.mT]
     hidden = ffn.hidden(x)[:, units]
     a, y = hidden - hidden.mean(0), ffn(x) - ffn(x).mean(0)
-    ridge = (1e-3 * a.square().mean(0).mean() * len(x)).sqrt() * torch.eye(16).double()
+    share = 1e-3 * (1 + 100 * 16 / len(x))
+    ridge = (share * a.square().mean(0).mean() * len(x)).sqrt() * torch.eye(16).double()
     wanted = torch.linalg.lstsq(torch.cat([a, ridge]), torch.cat([y, ridge @ ffn.down.W[units]])).solution
     torch.testing.assert_close(fitted.down.W, wanted, atol=1e-6, rtol=1e-6)
 
 
 def test_errors_of_widths_are_those_of_fitted_networks():
-    ffn, x = network(), two_kinds()[0]
+    ffn, x = network(), two_kinds(20_000)[0]
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     (found,) = clusters.errors_of_widths(ffn, alike(x), 1, [16])
     wanted = float((clusters.fitted(ffn, alike(x), 16)(x) - ffn(x)).square().sum(1).mean())
-    assert found == pytest.approx(wanted, rel=0.02)
+    assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_groups_are_equally_large_and_like_goes_with_like():
@@ -130,15 +132,16 @@ def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
 
 
 def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
-    """Of the last block only the class token is looked at; before it, all tokens are."""
+    """Of the last block nothing but the class token is looked at."""
     blocks = {str(index): (dense.blocks[index], family_of(dense).ffn(dense.blocks[index])) for index in (2, 5)}
     requires = [parameter.requires_grad for parameter in dense.parameters()]
     tokens = clusters.sample_tokens(dense, blocks, batches[:1])
     assert [parameter.requires_grad for parameter in dense.parameters()] == requires
-    heavy = {name: int((found.weight_T > 1).sum()) for name, found in tokens.items()}
-    assert heavy["5"] == len(batches[0])
-    assert heavy["2"] > 10 * heavy["5"]
-    assert all(float(found.weight_T.mean()) == pytest.approx(1) for found in tokens.values())
+    last = tokens["5"].weight_T.sort(descending=True).values
+    assert float(last[len(batches[0]) - 1] / last[len(batches[0])]) > 100
+    first = tokens["2"].weight_T.sort(descending=True).values
+    assert float(first[len(batches[0]) - 1] / first[len(batches[0])]) < 100
+    assert all(float(found.weight_T.mean()) == pytest.approx(1, rel=1e-5) for found in tokens.values())
 
 
 def test_heavy_tokens_are_fitted_more_closely():
