@@ -139,8 +139,6 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
     assert [parameter.requires_grad for parameter in dense.parameters()] == requires
     last = tokens["5"].weight_T.sort(descending=True).values
     assert float(last[len(batches[0]) - 1] / last[len(batches[0])]) > 100
-    first = tokens["2"].weight_T.sort(descending=True).values
-    assert float(first[len(batches[0]) - 1] / first[len(batches[0])]) < 100
     assert all(float(found.weight_T.mean()) == pytest.approx(1, rel=1e-5) for found in tokens.values())
 
 
