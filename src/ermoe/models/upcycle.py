@@ -84,13 +84,17 @@ class Sparsity:
         if unknown:
             raise UserError(f"router={self.router!r} has no option {', '.join(unknown)}: it has {', '.join(known)}")
 
+    def width(self, ffn: FFN, block: int | None = None) -> int:
+        """Hidden width of the experts that replace ``ffn``."""
+        if isinstance(self.hidden_dim, tuple):
+            assert block is not None
+            return self.hidden_dim[self.blocks.index(block)]
+        return ffn.hidden_dim if self.hidden_dim is None else self.hidden_dim
+
     def layer_like(self, ffn: FFN, block: int | None = None) -> MixtureLayer:
         """An expert layer of the shape and precision of ``ffn``, on the meta device; of its ``block``'s own width."""
-        width = self.hidden_dim
-        if isinstance(width, tuple):
-            assert block is not None
-            width = width[self.blocks.index(block)]
-        if width is not None and width > ffn.hidden_dim:
+        width = self.width(ffn, block)
+        if width > ffn.hidden_dim:
             raise UserError(
                 f"hidden_dim={width}: the dense network has {ffn.hidden_dim} hidden units; use at most that"
             )
@@ -102,7 +106,7 @@ class Sparsity:
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
         try:
-            return build_layer(self.router, ffn.dim, width or ffn.hidden_dim, **options, **mlp, **placement)
+            return build_layer(self.router, ffn.dim, width, **options, **mlp, **placement)
         except ValueError as problem:
             raise UserError(str(problem)) from problem
 
@@ -200,7 +204,7 @@ def upcycle(
         context_grad=context_grad,
         layer_options=layer_options,
     )
-    _check(family, model, sparsity, init)
+    _check(family, model, sparsity, init, is_calibrated=calibration is not None)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
     taught = {name: (block, family.ffn(block)) for name, block in chosen.values()}
@@ -226,22 +230,29 @@ def _refuse_to_group(router: str, calibration: object) -> None:
         )
 
 
-def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str) -> None:
+def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool) -> None:
     """Refuses what cannot be made sparse, before anything is changed."""
     for index in sparsity.blocks:
         name, block = family.blocks(model)[index]
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
         reason = family.refusal(block)
-        reason = _defect(family, block, index, sparsity, init) if reason is None else reason
+        reason = _defect(family, block, index, sparsity, init, is_calibrated) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
 
 
-def _defect(family: Family, block: nn.Module, index: int, sparsity: Sparsity, init: str) -> str | None:
+def _defect(
+    family: Family, block: nn.Module, index: int, sparsity: Sparsity, init: str, is_calibrated: bool
+) -> str | None:
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block)
     layer = sparsity.layer_like(ffn, index)
+    if sparsity.width(ffn, index) < ffn.hidden_dim and (init == "same" or (init == "dense" and not is_calibrated)):
+        raise UserError(
+            f"hidden_dim={sparsity.hidden_dim}: narrower experts are fitted to tokens; pass calibration=, unlabelled "
+            "batches, with init='dense' or 'clusters', or start from init='random'"
+        )
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
     return ffn.defect() or (family.no_context(block) if layer.needs_context else None)

@@ -106,6 +106,30 @@ def test_the_last_map_is_the_least_squares_one():
     torch.testing.assert_close(fitted.down.W, wanted, atol=1e-6, rtol=1e-6)
 
 
+def test_moments_are_those_of_all_rows_at_once():
+    x, weight = torch.randn(100, 5) + 1, torch.rand(100)
+    moments = clusters._Moments.over(zip(x.split(33), weight.split(33), strict=True))
+    torch.testing.assert_close(moments.mean, (x * weight[:, None]).sum(0).double() / weight.double().sum())
+    wanted = torch.cov(x.double().T, correction=0, aweights=weight.double())
+    torch.testing.assert_close(moments.covariance(centred=True), wanted, atol=1e-5, rtol=1e-5)
+    about_zero = (x.T * weight @ x).double() / weight.double().sum()
+    torch.testing.assert_close(moments.covariance(centred=False), about_zero, atol=1e-5, rtol=1e-5)
+
+
+def test_no_entering_weight_of_that_rank_is_better():
+    """Eckart–Young on the outputs themselves, each weighed by √ω."""
+    ffn = network()
+    x = torch.randn(400, 12, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 2, 12) + 0.5
+    cut = clusters._cut(ffn, alike(x), 4)
+    (slope,) = clusters._squared_slopes(ffn, x)
+    weighed = (slope * ffn.down.W.double().square().sum(1)).sqrt()
+    centred = (x - x.mean(0)).double()
+    error = (centred @ (ffn.up.W.double() - cut.up.W.double()) * weighed).norm()
+    best = torch.linalg.svdvals(centred @ ffn.up.W.double() * weighed)[4:].norm()
+    assert float(error) == pytest.approx(float(best), rel=0.01)
+    torch.testing.assert_close(cut.up(x).mean(0), ffn.up(x).mean(0), atol=1e-4, rtol=1e-4)  # the bias takes it up
+
+
 def test_errors_of_widths_are_those_of_fitted_networks():
     ffn, x = network(), two_kinds(20_000)[0]
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
