@@ -215,7 +215,7 @@ def upcycle(
         fits[name] = _convert(family, block, index, sparsity, init, tokens.pop(name, None), generator)
     mark_sparse(model, sparsity)
     if init == "clusters" and calibration is not None:
-        settle_offsets(model, calibration, rounds=1)  # tokens meet other experts before, so they come as others
+        settle_offsets(model, calibration)  # tokens meet other experts before, so they come as others
     _report(model, fits)
     return model
 

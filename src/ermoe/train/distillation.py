@@ -120,7 +120,7 @@ def distill(
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)
         pair = _Pair(model, teacher, steps, judged, compute)
-        figures = pair.evaluate() if chosen.layer_epochs == chosen.epochs == 0 else {}
+        figures: dict[str, float] = {}
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         if chosen.layer_epochs:
             _freeze_all_but_experts(model)
@@ -133,7 +133,7 @@ def distill(
             figures = fit(AsAWhole(pair), settings, place / "whole", compute=compute)
     pair.settle()
     model.eval()
-    return figures
+    return figures or pair.evaluate()
 
 
 def _freeze_all_but_experts(model: nn.Module) -> None:
