@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ermoe._moved import home_of
+from ermoe.images import presets
 
 
 def test_old_names_give_the_same_modules_and_say_where_they_are():
@@ -49,3 +50,11 @@ def test_what_parted_from_its_module_is_found_under_the_old_name(old, name, home
     with pytest.warns(DeprecationWarning, match=rf"{home}\b"):
         module = importlib.import_module(old)
     assert getattr(module, name) is getattr(importlib.import_module(home), now)
+
+
+def test_the_recipe_of_images_answers_to_the_name_it_had():
+    with pytest.warns(DeprecationWarning, match="ermoe.images.presets.Recipe is ImageRecipe now") as said:
+        assert presets.Recipe is presets.ImageRecipe
+    assert said[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'Recipy'"):
+        presets.Recipy  # noqa: B018
