@@ -1,4 +1,5 @@
-"""What a run does, apart from its task: settings alone, which ``config.json`` holds and a command line offers.
+"""Settings alone, which ``config.json`` holds and a command line offers: of training, of augmentation, and of the
+machine.
 
 Nothing here imports torch, so that help appears at once.
 """
