@@ -31,7 +31,7 @@ from ermoe.brain.data.splits import holdout
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.learning import age_head, learn, learn_regions, phantom_scans
 from ermoe.brain.learning import start as begin
-from ermoe.brain.recipes import Recipe, recipe
+from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.regions import RegionProbe, expert_name, probe_regions
 from ermoe.files import to_json
 from ermoe.studies.record import Job, Record, run_queue
@@ -87,7 +87,7 @@ def job(options: Options, kind: str, variant: str, seed: int, console: Console) 
     return Job(name, seed, partial(figures_of_run, options, kind, variant, seed, console), settings)
 
 
-def chosen_recipe(options: Options, kind: str, seed: int) -> Recipe:
+def chosen_recipe(options: Options, kind: str, seed: int) -> BrainRecipe:
     """The preset, trained from the start on whole phantoms."""
     changes = {"epochs": options.epochs, "warm_start_epochs": options.warm_start_epochs, "seed": seed}
     chosen = recipe(options.preset, "ermoe", input=kind, volumes_per_epoch=0, evaluate_every=1, **changes)

@@ -1,4 +1,4 @@
-"""Modules under the names they had before version 0.1: they still import, with a warning that names their home."""
+"""Names that modules, and things in them, had before version 0.1: they still import, with a warning that says more."""
 
 from __future__ import annotations
 
@@ -103,6 +103,13 @@ _MOVED = {
 }
 _HOMES = {f"ermoe.{old}": f"ermoe.{home}" for home, names in _MOVED.items() for old in names.split()}
 
+# What did not go where the rest of its module is: by that module's old name, where it is and what it is called there.
+_APART = {
+    "ermoe.bench.record": {name: ("ermoe.studies.bench.result", name) for name in ("Bar", "Result", "save", "show")},
+    "ermoe.brain.age_head": {"age_head": ("ermoe.brain.ages", "stored_head")},
+    "ermoe.models.scratch": {"restart_ffns": ("ermoe.models.upcycle", "restart_ffns")},
+}
+
 _EMPTIED = "ermoe.tasks"
 """A package of which nothing is left but the names of its former parts."""
 
@@ -134,8 +141,15 @@ class _Forwarding(MetaPathFinder, Loader):
         home = home_of(spec.name)
         if home is None:
             return None
-        warnings.warn(f"{spec.name} is {home} now: import it from there", DeprecationWarning, stacklevel=2)
+        apart = _APART.get(spec.name, {})
+        elsewhere = "".join(f"; {name} is {place}.{now}" for name, (place, now) in apart.items())
+        warnings.warn(f"{spec.name} is {home} now: import it from there{elsewhere}", DeprecationWarning, stacklevel=2)
         module = import_module(home)
+        if apart:
+            both = ModuleType(spec.name, module.__doc__)
+            both.__dict__.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+            both.__dict__.update({name: getattr(import_module(place), now) for name, (place, now) in apart.items()})
+            return both
         spec.loader_state = module.__spec__
         return module
 

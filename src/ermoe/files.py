@@ -1,4 +1,5 @@
-"""Files: written so that nobody ever reads half of one, read so that one sentence says why not; and settings as JSON.
+"""Files: replaced in one step, so that nobody reads half of one; read with one sentence about what is wrong; and
+settings as JSON.
 
 There is one pair of functions, `to_json` and `from_json`, for every frozen dataclass that is written to a file.
 """

@@ -3,7 +3,7 @@
 import torch
 
 from ermoe.data.images import ImagesInMemory
-from ermoe.images.presets import Recipe
+from ermoe.images.presets import ImageRecipe
 from ermoe.images.run import Classification, LabelledImages
 from ermoe.train.compute import Compute
 from ermoe.train.loop import fit, means_among
@@ -39,7 +39,7 @@ def images(split, num_images=200, seed=0):
 def recipe(sparsity=SPARSITY, augmentation=NO_AUGMENTATION, model_args=(), validation=0.0, **training):
     settings = Training(**TRAINING | training)
     args = ARGS | dict(model_args)
-    return Recipe(
+    return ImageRecipe(
         "vit_tiny_patch16_224", sparsity, settings, augmentation, init="random", model_args=args, validation=validation
     )
 

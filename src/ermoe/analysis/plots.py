@@ -24,7 +24,7 @@ _LOOK = matplotlib.rc_params_from_file(str(files("ermoe.analysis") / "figures.mp
 INK, MUTED, LINE = (str(_LOOK[name]) for name in ("text.color", "axes.labelcolor", "axes.edgecolor"))
 ACCENT = "#0f766e"
 _EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"]
-HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
+_HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
 _MOST_NAMED = 8
@@ -112,7 +112,7 @@ def draw_class_map(axes: Axes, share_CE: NDArray[np.float64], class_names: Seque
     """Dark where a class prefers an expert; percentages where there is room for them."""
     num_classes, num_experts = share_CE.shape
     highest = max(float(np.nanmax(share_CE, initial=0)), 2 / num_experts)
-    axes.imshow(share_CE, cmap=HEAT, vmin=0, vmax=highest, aspect="auto", interpolation="none")
+    axes.imshow(share_CE, cmap=_HEAT, vmin=0, vmax=highest, aspect="auto", interpolation="none")
     step = max(1, -(-num_classes // 30))
     axes.set_yticks(range(0, num_classes, step), list(class_names)[::step])
     axes.set_xticks(range(0, num_experts, max(1, num_experts // 16)))
@@ -251,7 +251,7 @@ def overlap_maps(overlaps: Mapping[str, ArrayLike]) -> Figure:
         grid = drawing.subplots(rows, columns, squeeze=False)
         picture = None
         for axes, (name, overlap) in zip(grid.flat, overlaps.items(), strict=False):
-            picture = axes.imshow(_others(overlap), cmap=HEAT, vmin=0, vmax=highest, interpolation="none")
+            picture = axes.imshow(_others(overlap), cmap=_HEAT, vmin=0, vmax=highest, interpolation="none")
             axes.set_title(name, fontsize=8)
             axes.set_xticks([])
             axes.set_yticks([])

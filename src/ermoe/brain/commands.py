@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ermoe.brain.data.scans import CohortOptions, Preprocessing
-from ermoe.brain.recipes import Method, Recipe, VolumeAugmentation, recipe
+from ermoe.brain.recipes import BrainRecipe, Method, VolumeAugmentation, recipe
 from ermoe.console import Command, run_command, say
 from ermoe.errors import UserError
 from ermoe.train.settings import Machine, TrainingMachine
@@ -39,7 +39,7 @@ class _Chosen:
     patch_size: int | None = None
     spacing_mm: float | None = None
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> BrainRecipe:
         """The preset, on the same room in voxels and cubes of these sizes."""
         chosen = recipe(self.preset, self.method)
         if self.patch_size is not None:
@@ -57,7 +57,7 @@ class Train:
 
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A BIDS root, or a TSV or CSV with the columns participant_id, age, t1 and, if known, sex, site, session_id."""
-    recipe: Recipe
+    recipe: BrainRecipe
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: TrainingMachine = field(default_factory=lambda: TrainingMachine(workers=0))
     out: Path | None = None
@@ -117,7 +117,7 @@ class Train:
             compute.say(f"held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}")
             compute.say(f"written: {folder}\nnext: ermoe brain report {folder}")
 
-    def chosen(self) -> Recipe:
+    def chosen(self) -> BrainRecipe:
         """The recipe, augmented or not as was asked."""
         own = self.recipe
         augment = own.augmentation is not None if self.augment is None else self.augment

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
 from ermoe.brain.metrics import figures
-from ermoe.brain.recipes import Recipe, reduction
+from ermoe.brain.recipes import BrainRecipe, reduction
 from ermoe.data.order import Order
 from ermoe.files import Json
 from ermoe.train.compute import Compute
@@ -55,7 +55,7 @@ class Estimation(Task):
 
     goal = "minus_validation_mae"
 
-    def __init__(self, lesson: Lesson, recipe: Recipe, compute: Compute) -> None:
+    def __init__(self, lesson: Lesson, recipe: BrainRecipe, compute: Compute) -> None:
         self.model, self.head, self.recipe = lesson.network, lesson.head, recipe
         self.patch_size = recipe.patch_size // reduction(recipe.input)
         self._epoch = 0

@@ -106,7 +106,7 @@ class Evaluation:
     def estimates(self) -> dict[str, Array]:
         """Predictions by name: the method first, then what needs no network."""
         found = {self.method: self.held_out.raw_N}
-        methods: dict[str, Estimate] = {"tissue ridge": tissue_ridge(self.cache)} if self.has_tissue else {}
+        methods: dict[str, Estimate] = {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
         methods["predict the mean"] = mean_age
         methods |= {f"{name} only": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
@@ -203,7 +203,7 @@ def by_label(label: Callable[[Scan], str | None]) -> Estimate:
     return estimate
 
 
-def tissue_ridge(cache: VolumeCache) -> Estimate:
+def _tissue_ridge(cache: VolumeCache) -> Estimate:
     """Ridge regression on the volumes of white matter, grey matter and fluid, absolute and as shares of the brain."""
 
     def estimate(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:

@@ -1,4 +1,5 @@
-"""From a prepared volume to what a network is given: the whole brain, or one tissue of it alone.
+"""From a prepared volume to what a network is given: its T1, tissue shares of voxels, or of blocks; whole, or one
+tissue alone.
 
 Scanners differ in the brightness of tissues, not in their order: in every T1 image fluid is darker than grey matter,
 and grey matter darker than white. Three normal distributions are fitted to the intensities inside the brain mask of

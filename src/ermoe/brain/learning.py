@@ -22,7 +22,7 @@ from ermoe.brain.data.scans import Scan
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, Recipe, reduction
+from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, BrainRecipe, reduction
 from ermoe.brain.regions import point_prototypes
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
@@ -36,7 +36,7 @@ from ermoe.train.loop import train
 from ermoe.train.run_folder import RunFolder
 
 
-def age_head(recipe: Recipe, ages: Iterable[float]) -> AgeHead:
+def age_head(recipe: BrainRecipe, ages: Iterable[float]) -> AgeHead:
     """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
     known = [*ages, *recipe.phantoms.ages]
     if recipe.head == "regression":
@@ -47,7 +47,7 @@ def age_head(recipe: Recipe, ages: Iterable[float]) -> AgeHead:
     return AgeBins(low, high, recipe.step, sigma=recipe.sigma, l1=recipe.l1)
 
 
-def build(recipe: Recipe, head: AgeHead) -> nn.Module:
+def build(recipe: BrainRecipe, head: AgeHead) -> nn.Module:
     """The network before training; its weights are a function of the seed."""
     seed = recipe.training.seed
     with torch.random.fork_rng(devices=[]):
@@ -62,7 +62,7 @@ def build(recipe: Recipe, head: AgeHead) -> nn.Module:
     return upcycle(network, init="same", inplace=True, generator=generator, score=score, **recipe.sparsity)
 
 
-def _dense(recipe: Recipe, num_outputs: int) -> nn.Module:
+def _dense(recipe: BrainRecipe, num_outputs: int) -> nn.Module:
     common: dict[str, Any] = {"num_classes": num_outputs, "in_chans": CHANNELS[recipe.input]}
     own = recipe.rivals.get(recipe.method, {})
     if recipe.method == "sfcn":
@@ -74,14 +74,14 @@ def _dense(recipe: Recipe, num_outputs: int) -> nn.Module:
     return ViT3D(volume_size, **common, **{**recipe.size, "patch_size": recipe.patch_size // coarser})
 
 
-def learn_regions(recipe: Recipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
+def learn_regions(recipe: BrainRecipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
     """Warm start: region experts learn from their isolated tissues, then ψ is set to the tissues' mean directions."""
     network = learn(recipe.for_regions(), lesson, folder, compute)
     point_prototypes(network, every_scan(lesson.train, compute))
     return network
 
 
-def learn(recipe: Recipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
+def learn(recipe: BrainRecipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
     """The best network by the validation scans of a lesson, without them the last one."""
     if not is_learnt(folder):
         train(recipe, lesson, folder, compute=compute)
@@ -94,7 +94,7 @@ def is_learnt(folder: Path) -> bool:
     return RunFolder(folder).final.is_dir()
 
 
-def phantom_scans(recipe: Recipe, archive: Archive, compute: Compute) -> tuple[Scan, ...]:
+def phantom_scans(recipe: BrainRecipe, archive: Archive, compute: Compute) -> tuple[Scan, ...]:
     """The synthetic cohort of a recipe, made the first time it is asked for."""
     phantoms, spacing_mm = recipe.phantoms, recipe.preprocessing.spacing_mm
     low, high = phantoms.ages
@@ -109,7 +109,7 @@ def phantom_scans(recipe: Recipe, archive: Archive, compute: Compute) -> tuple[S
     return open_cohort(root).with_age
 
 
-def learn_phantoms(recipe: Recipe, head: AgeHead, archive: Archive, compute: Compute) -> nn.Module:
+def learn_phantoms(recipe: BrainRecipe, head: AgeHead, archive: Archive, compute: Compute) -> nn.Module:
     """A network that has learnt the synthetic cohort, warm start included; kept in the archive for the next run."""
     phantoms = recipe.phantoms
     epochs = phantoms.epochs
@@ -138,14 +138,14 @@ def learn_phantoms(recipe: Recipe, head: AgeHead, archive: Archive, compute: Com
     return learn(own, Lesson(network, head, whole), folder, compute)
 
 
-def _fingerprint(recipe: Recipe, head: AgeHead) -> str:
+def _fingerprint(recipe: BrainRecipe, head: AgeHead) -> str:
     parts = {"recipe": to_json(recipe), "head": to_json(head), "input": VERSION}
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def start(
-    recipe: Recipe,
+    recipe: BrainRecipe,
     head: AgeHead,
     init: str,
     archive: Archive,

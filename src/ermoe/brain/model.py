@@ -1,4 +1,5 @@
-"""A trained estimator: its networks, one a fold, all without which they would mean nothing, and the ages it predicts.
+"""A trained brain-age model: one network a fold, what is needed to read their outputs, and `predict`, which gives scans
+their ages.
 
 A folder holds ``brain_age.json`` and one model folder of `ermoe.save` for each fold. No prediction stops at a scan that
 cannot be used: its row says why.

@@ -88,7 +88,7 @@ class Phantoms:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class BrainRecipe:
     """Everything but the data.
 
     Args:
@@ -159,12 +159,12 @@ class Recipe:
         """Whether the method routes."""
         return self.method.startswith("ermoe")
 
-    def after_warm_start(self) -> Recipe:
+    def after_warm_start(self) -> BrainRecipe:
         """For whole scans once region experts have been taught: gently, if what they were taught is to stay."""
         training = replace(self.training, base_lr=self.rate_after_warm_start * self.training.base_lr)
         return replace(self, training=training)
 
-    def for_regions(self) -> Recipe:
+    def for_regions(self) -> BrainRecipe:
         """For the warm start: isolated tissues, each once an epoch and as they are."""
         epochs = self.warm_start_epochs
         training = replace(self.training, epochs=epochs, warmup_epochs=0.2 * epochs)
@@ -186,14 +186,14 @@ class Recipe:
 _EIGHT_EXPERTS: dict[str, Any] = {**FROM_SCRATCH, "num_experts": 8, "top_k": 2, "blocks": "every-2"}
 
 
-def small(method: Method) -> Recipe:
+def small(method: Method) -> BrainRecipe:
     """For two cores and a few dozen people: 252 cubes of 32 mm, width 64, depth 4, experts in blocks 1 and 3.
 
     Run: ``ermoe brain train BIDS``. Few and small steps, from the usual age: with so few people, a network that goes
     further learns them by heart. The head reads the mean of the cubes, which learns within far fewer steps than a class
     token. What other settings gave: docs/brain-age.md.
     """
-    return Recipe(
+    return BrainRecipe(
         method,
         size={
             "patch_size": 16, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0, "global_pool": "avg",
@@ -222,13 +222,13 @@ def small(method: Method) -> Recipe:
     )  # fmt: skip
 
 
-def paper(method: Method) -> Recipe:
+def paper(method: Method) -> BrainRecipe:
     """The paper's recipe: 16³ cubes, 8 experts of which 3 have a tissue, T = 0.5, no offsets, class token, 300 epochs.
 
     Run: ``ermoe brain train BIDS --preset paper`` with a GPU. The paper does not print the transformer's size; this is
     ViT-B's, with the ranks of the image model. Batch 100, 1e-4 × batch / 256, 5 epochs of warm-up, λ = 5e-5.
     """
-    return Recipe(
+    return BrainRecipe(
         method,
         size={"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
         sparsity={"num_experts": 8, "top_k": 2, "blocks": "every-2", "rank": 504, "route_rank": 56, "balance": "none"},
@@ -239,7 +239,7 @@ def paper(method: Method) -> Recipe:
     )
 
 
-def tiny(method: Method) -> Recipe:
+def tiny(method: Method) -> BrainRecipe:
     """For tests and the demonstration: 32³ voxels of 6 mm, 64 cubes of 8³, width 32; a run takes seconds."""
     return replace(
         small(method),
@@ -261,11 +261,11 @@ def tiny(method: Method) -> Recipe:
     )  # fmt: skip
 
 
-PRESETS: dict[str, Callable[[Method], Recipe]] = {"small": small, "paper": paper, "tiny": tiny}
+PRESETS: dict[str, Callable[[Method], BrainRecipe]] = {"small": small, "paper": paper, "tiny": tiny}
 
 
-def recipe(preset: str, method: str = "ermoe", **changes: Any) -> Recipe:
-    """The recipe of a preset for a method; ``changes`` are fields of `Recipe` or of its `Training`.
+def recipe(preset: str, method: str = "ermoe", **changes: Any) -> BrainRecipe:
+    """The recipe of a preset for a method; ``changes`` are fields of `BrainRecipe` or of its `Training`.
 
     >>> recipe("small", "vit3d", epochs=3, head="regression").training.epochs
     3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.estimation import Estimation, Lesson, as_model
-from ermoe.brain.recipes import Recipe
+from ermoe.brain.recipes import BrainRecipe
 from ermoe.errors import UserError
 from ermoe.nn import EigenMoE, PrototypeScore, Routing, moe_layers
 from ermoe.nn.scores import cosine, project
@@ -101,7 +101,7 @@ def _recognition_loss(
 class ProbedEstimation(Estimation):
     """`Estimation` that, after chosen epochs, also writes down which experts isolated tissues would choose."""
 
-    def __init__(self, lesson: Lesson, recipe: Recipe, compute: Compute) -> None:
+    def __init__(self, lesson: Lesson, recipe: BrainRecipe, compute: Compute) -> None:
         super().__init__(lesson, recipe, compute)
         self.probe_loader = None if lesson.probe is None else every_scan(lesson.probe, compute)
         self.judged_after = () if lesson.probe is None else (*recipe.probe_epochs, recipe.training.epochs)

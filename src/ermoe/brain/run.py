@@ -25,7 +25,7 @@ from ermoe.brain.estimation import Lesson, outputs_of
 from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, start
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_id
-from ermoe.brain.recipes import Recipe, recipe
+from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
 from ermoe.errors import UserError
 from ermoe.files import Json, to_json
@@ -42,7 +42,7 @@ def train(
     data: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
-    preset: str | Recipe = "small",
+    preset: str | BrainRecipe = "small",
     method: str = "ermoe",
     init: str = "random",
     split: str = "auto",
@@ -131,7 +131,7 @@ def _check_resume(run: RunFolder, resume: str) -> None:
 class _Fold:
     """Who learns what in one fold: the recipe, the head, and the people by their parts."""
 
-    recipe: Recipe
+    recipe: BrainRecipe
     head: AgeHead
     everybody: ScanSet
     splits: Splits
@@ -230,7 +230,7 @@ def _prepare(volumes: VolumeCache, scans: Sequence[Scan], compute: Compute) -> t
 def _model(
     networks: Mapping[str, torch.nn.Module],
     results: Outputs,
-    chosen: Recipe,
+    chosen: BrainRecipe,
     mask_sources: tuple[str, ...],
     calibration_fit: str,
     data: str,

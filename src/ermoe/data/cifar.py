@@ -36,7 +36,7 @@ class _Release:
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-RELEASES = (
+_RELEASES = (
     _Release("CIFAR-10", 10, 1, "batches.meta.txt", _BATCHES, "test_batch", "labels", "batches.meta", "label_names"),
     _Release(
         "CIFAR-100", 100, 2, "fine_label_names.txt", ("train",), "test", "fine_labels", "meta", "fine_label_names"
@@ -48,7 +48,7 @@ _FOLDERS = ("cifar-10-batches-bin", "cifar-100-binary", "cifar-10-batches-py", "
 def find(path: Path) -> tuple[Path, _Release, str] | None:
     """The folder, the release and its form ("binary" or "pickled") that lie at or directly below ``path``."""
     for folder in (path, *(path / name for name in _FOLDERS)):
-        for release in RELEASES:
+        for release in _RELEASES:
             if (folder / f"{release.test}.bin").is_file() and (folder / release.class_file).is_file():
                 return folder, release, "binary"
             if (folder / release.test).is_file() and (folder / release.meta).is_file():

@@ -10,7 +10,7 @@ import tyro
 
 from ermoe.console import Command, say
 from ermoe.errors import UserError
-from ermoe.images.presets import PRESETS, Recipe, recipe
+from ermoe.images.presets import PRESETS, ImageRecipe, recipe
 from ermoe.train.settings import Machine, TrainingMachine
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Train:
     digits-STYLE with STYLE single-gated or deep-moe."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
-    recipe: Recipe
+    recipe: ImageRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
     out: Path | None = None
     """The run folder; runs/PRESET-SEED by default."""

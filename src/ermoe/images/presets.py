@@ -9,6 +9,7 @@ Nothing here imports torch, so that a command can show the values of a preset at
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ IMAGE_LEVEL = ("single-gated", "deep-moe")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ImageRecipe:
     """Everything but the data.
 
     Args:
@@ -77,26 +78,35 @@ class Recipe:
         return kind(model, data, self, compute)
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "Recipe":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.Recipe is ImageRecipe now", DeprecationWarning, stacklevel=2)
+        return ImageRecipe
+
+
 # Reading the mean of the patches, a small model learns within a few epochs; a class token alone takes many.
 _SMALL = {"global_pool": "avg"}
 _PAPER_AUGMENTATION = Augmentation(crop="resized", rand_ops=2, rand_magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0)
 
 
-def paper(sparsity: dict[str, Any] | None) -> Recipe:
+def paper(sparsity: dict[str, Any] | None) -> ImageRecipe:
     """The paper's recipe on ViT-B/16: AdamW at 1e-4 × batch / 256, batch 100, 300 epochs, 5 of warm-up.
 
     Run: ``ermoe image train NAME IMAGENET --weights vit_b_16.pth``. Needs GPUs: about 1.3 M images an epoch.
     """
-    return Recipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION, validation=0.01)
+    return ImageRecipe("vit_base_patch16_224", sparsity, Training(), _PAPER_AUGMENTATION, validation=0.01)
 
 
-def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe:
+def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> ImageRecipe:
     """ViT of width 96 and depth 4 for CIFAR, with experts in blocks 1 and 3, from scratch within minutes.
 
     Run: ``ermoe image train NAME cifar-10-batches-bin``. Patches of 4 pixels make 65 tokens (cifar-METHOD), patches
     of 8 make 17 (cifar17-METHOD). Augmentation is light, because so short a run underfits.
     """
-    return Recipe(
+    return ImageRecipe(
         "vit_tiny_patch16_224",
         sparsity,
         Training(epochs=4, base_lr=2.5e-3, warmup_epochs=0.4, ema=0.99, log_every=25, **STEADY_BASES),
@@ -106,9 +116,9 @@ def miniature(sparsity: dict[str, Any] | None, *, patch_size: int = 4) -> Recipe
     )
 
 
-def smallest(sparsity: dict[str, Any] | None) -> Recipe:
+def smallest(sparsity: dict[str, Any] | None) -> ImageRecipe:
     """A toy for scikit-learn's digits, to see a whole run in seconds: ``ermoe image train digits-ermoe digits``."""
-    return Recipe(
+    return ImageRecipe(
         "vit_tiny_patch16_224",
         sparsity,
         Training(epochs=20, batch_size=64, base_lr=1.2e-2, warmup_epochs=2.0, ema=0.95, log_every=10, **STEADY_BASES),
@@ -120,7 +130,7 @@ def smallest(sparsity: dict[str, Any] | None) -> Recipe:
 
 def convolutional(
     style: str, *, img_size: int = 224, epochs: int = 300, blocks: tuple[int, ...] = (2, 2, 2, 2), flip: bool = True
-) -> Recipe:
+) -> ImageRecipe:
     """The paper's image-level rivals on ResNet-18, in the two stages of their own papers.
 
     Run: ``ermoe image train resnet18-single-gated IMAGENET``. Their own losses want one label an image: images are not
@@ -128,7 +138,7 @@ def convolutional(
     """
     is_small = img_size < 224
     own_args = {} if is_small or style != "deep-moe" else {"num_convolutions": 5}  # as in DeepMoE's paper
-    return Recipe(
+    return ImageRecipe(
         style,
         None,
         Training(
@@ -169,7 +179,7 @@ def _scratch(name: str, num_tokens: int) -> dict[str, Any] | None:
     return from_scratch(_of_tokens(METHODS[name], num_tokens))
 
 
-PRESETS: dict[str, Callable[[], Recipe]] = {
+PRESETS: dict[str, Callable[[], ImageRecipe]] = {
     "paper-ermoe": partial(paper, _PAPER_LAYER),
     **{f"b16-{name}": partial(paper, _of_tokens(sparsity, 197)) for name, sparsity in METHODS.items()},
     **{f"cifar-{name}": partial(miniature, _scratch(name, 65)) for name in METHODS},
@@ -187,7 +197,7 @@ PRESETS: dict[str, Callable[[], Recipe]] = {
 }
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> ImageRecipe:
     """The recipe called ``name``.
 
     >>> recipe("cifar-v-moe").sparsity

@@ -27,7 +27,7 @@ from ermoe.data.images import Images, open_images, some_of
 from ermoe.data.order import Order, hashed
 from ermoe.errors import UserError
 from ermoe.files import Json, StrPath
-from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
+from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.rivals.image_level import image_level
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
@@ -48,7 +48,7 @@ _PROBE_TOKENS = 2**16
 
 
 def train(
-    preset: str | Recipe,
+    preset: str | ImageRecipe,
     data: StrPath,
     folder: StrPath,
     *,
@@ -123,7 +123,7 @@ class LabelledImages:
         return some_of(self.train, np.sort(order[count:])), some_of(self.train, np.sort(order[:count]))
 
 
-def build(recipe: Recipe, num_classes: int) -> nn.Module:
+def build(recipe: ImageRecipe, num_classes: int) -> nn.Module:
     """The model of a recipe; its random numbers are a function of the seed."""
     torch.manual_seed(recipe.training.seed)
     if recipe.architecture in IMAGE_LEVEL:
@@ -143,7 +143,7 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
     return upcycle(model, init=recipe.init, inplace=True, generator=generator, **recipe.sparsity)
 
 
-def _timm_model(recipe: Recipe, num_classes: int) -> nn.Module:
+def _timm_model(recipe: ImageRecipe, num_classes: int) -> nn.Module:
     pretrained = recipe.weights == "timm"
     try:
         return timm.create_model(
@@ -175,7 +175,7 @@ class Classification:
 
     goal = "validation_top1"
 
-    def __init__(self, model: nn.Module, data: LabelledImages, recipe: Recipe, compute: Compute) -> None:
+    def __init__(self, model: nn.Module, data: LabelledImages, recipe: ImageRecipe, compute: Compute) -> None:
         self.model = model
         self.recipe = recipe
         self.compute = compute

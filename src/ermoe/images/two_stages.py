@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ermoe.data.augment import Batch
 from ermoe.errors import UserError
-from ermoe.images.presets import Recipe
+from ermoe.images.presets import ImageRecipe
 from ermoe.images.rivals.image_level import ImageLevel
 from ermoe.images.rivals.single_gated import SingleGatedMoEStyle
 from ermoe.images.run import Classification, LabelledImages, transform_for
@@ -28,7 +28,7 @@ class TwoStageClassification(Classification):
 
     model: ImageLevel
 
-    def __init__(self, model: ImageLevel, data: LabelledImages, recipe: Recipe, compute: Compute) -> None:
+    def __init__(self, model: ImageLevel, data: LabelledImages, recipe: ImageRecipe, compute: Compute) -> None:
         super().__init__(model, data, recipe, compute)
         if compute.group.num > 1:
             raise UserError("single-gated and DeepMoE-style networks train in one process: start without torchrun")

@@ -178,7 +178,7 @@ def _rebuild(config: Json, path: Path, *, device: str = "cpu") -> nn.Module:
     except UserError:
         raise
     except Exception as problem:  # whatever another library makes of arguments that it did not expect
-        raise UserError(f"{path} describes a model that cannot be built ({first_line(problem)})") from problem
+        raise UserError(f"{path} describes a model that cannot be built ({_first_line(problem)})") from problem
 
 
 def _precision(name: str) -> torch.dtype:
@@ -269,7 +269,7 @@ def read_checkpoint(path: StrPath) -> dict[str, Tensor]:
         raise
     except Exception as problem:
         raise UserError(
-            f"{path} is damaged or no checkpoint ({first_line(problem)}): download or copy it again"
+            f"{path} is damaged or no checkpoint ({_first_line(problem)}): download or copy it again"
         ) from None
 
 
@@ -306,7 +306,7 @@ def _is_state(loaded: dict[Any, Any]) -> bool:
     return bool(loaded) and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items())
 
 
-def first_line(problem: Exception) -> str:
+def _first_line(problem: Exception) -> str:
     """What an exception says, cut to fit into a sentence."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:120]
 
@@ -366,7 +366,7 @@ def load_state(
     try:
         model.load_state_dict(fitting, strict=False)
     except (RuntimeError, TypeError, ValueError) as problem:
-        raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {_first_line(problem)}") from problem
     return fit
 
 

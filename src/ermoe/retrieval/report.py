@@ -69,8 +69,8 @@ def write_report(evaluation: Evaluation, path: StrPath) -> Path:
 
 
 def _curves(answers: Answers) -> Markup:
-    cosines = similarity_histogram(answers.image_ID, answers.text_TD, answers.captions.text_to_image_T)
-    curves = svg(rank_curves(answers.retrieval), "rank curves")
+    cosines = _similarity_histogram(answers.image_ID, answers.text_TD, answers.captions.text_to_image_T)
+    curves = svg(_rank_curves(answers.retrieval), "rank curves")
     return grid(
         [
             figure(curves, "Rank curves", "Dashed: a random order."),
@@ -126,7 +126,7 @@ def thumbnail(images: Images, index: int) -> Image.Image:
     return picture
 
 
-def rank_curves(retrieval: Retrieval) -> Figure:
+def _rank_curves(retrieval: Retrieval) -> Figure:
     """The share of queries that are answered within the first k, for every k, beside a random order.
 
     Ties count against the model; k is on a logarithmic axis.
@@ -145,7 +145,7 @@ def rank_curves(retrieval: Retrieval) -> Figure:
     return curves(lines, colours, Scale("first k candidates", "queries answered", percent=True, log_x=True))
 
 
-def similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor) -> Figure:
+def _similarity_histogram(image_ID: Tensor, text_TD: Tensor, text_to_image_T: Tensor) -> Figure:
     """Cosines of right pairs and of wrong ones; wrong ones are those of at most 1,000 images, evenly spaced."""
     right, wrong, edge = similarities(image_ID, text_TD, text_to_image_T)
     with panel(2.7) as (drawing, axes):

@@ -81,7 +81,7 @@ def run_queue(
         environment: what all runs have in common, beside command, commit, machine and versions.
     """
     console = console or Console()
-    adopt(path, study, earlier)
+    _adopt(path, study, earlier)
     done = {(record["name"], record["seed"]): record for record in read_records(path)}
     for job in jobs:
         if (record := done.get((job.name, job.seed))) is not None:
@@ -205,7 +205,7 @@ def add_records(path: Path, *records: Record) -> list[Record]:
     return added
 
 
-def adopt(path: Path, study: str, files: Iterable[Path]) -> None:
+def _adopt(path: Path, study: str, files: Iterable[Path]) -> None:
     """Takes over what earlier versions left, one JSON a run, if ``path`` is not there yet; the files stay."""
     if not path.is_file() and (runs := [_earlier_run(study, file) for file in sorted(files)]):
         with replacing(path) as draft:

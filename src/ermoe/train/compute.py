@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ermoe.console import say
 from ermoe.errors import UserError
 
-PARALLEL = ("ddp", "fsdp")
+_PARALLEL = ("ddp", "fsdp")
 _CPU = torch.device("cpu")
 
 
@@ -164,7 +164,7 @@ def parallelise(model: nn.Module, group: Processes, how: str) -> nn.Module:
 
     FSDP2 shards every parameter on its first axis, which is the axis of experts, so that a process holds whole bases.
     """
-    if how not in PARALLEL:
+    if how not in _PARALLEL:
         raise UserError(f"parallel={how!r}: use 'ddp' or 'fsdp'")
     if group.num == 1:
         return model

@@ -15,13 +15,13 @@ from ermoe.errors import UserError
 from ermoe.train.compute import Compute, Processes
 
 Batch = TypeVar("Batch")
-Batch_co = TypeVar("Batch_co", covariant=True)
-Answer = TypeVar("Answer")
+_Batch_co = TypeVar("_Batch_co", covariant=True)
+_Answer = TypeVar("_Answer")
 Request = tuple[int, Indices]
 """An epoch, and which samples of it make a batch."""
 
 
-class Source(Protocol[Batch_co]):
+class Source(Protocol[_Batch_co]):
     """Items that are read many at a time: images through a transform, scans, images with captions."""
 
     @property
@@ -33,7 +33,7 @@ class Source(Protocol[Batch_co]):
     def read(self, index_B: Indices, epoch: int) -> Any:
         """Some items as they are in an epoch, on the CPU; in a worker process if there are any."""
 
-    def finish(self, read: Any, index_B: Indices, epoch: int, device: torch.device) -> Batch_co:
+    def finish(self, read: Any, index_B: Indices, epoch: int, device: torch.device) -> _Batch_co:
         """The batch for the model, on its device."""
 
 
@@ -106,8 +106,8 @@ def some_batches(
 
 
 def prepared(
-    prepare: Callable[[Request], Answer], requests: list[Request], *, workers: int = 0, pin_memory: bool = False
-) -> Iterator[Answer]:
+    prepare: Callable[[Request], _Answer], requests: list[Request], *, workers: int = 0, pin_memory: bool = False
+) -> Iterator[_Answer]:
     """What ``prepare`` makes of every request, in order; in this process without ``workers``."""
     if workers < 0:
         raise UserError(f"workers={workers}: need 0 (none) or more")

@@ -80,23 +80,23 @@ class TrainingData(Protocol):
         return {}
 
 
-Data = TypeVar("Data", bound=TrainingData, contravariant=True)
+DataT = TypeVar("DataT", bound=TrainingData, contravariant=True)
 
 
-class Recipe(Protocol[Data]):
+class Recipe(Protocol[DataT]):
     """Everything but the data: a frozen dataclass of plain values, so that config.json can hold it."""
 
     @property
     def training(self) -> Training:
         """The numbers of the loop."""
 
-    def task(self, data: Data, compute: Compute) -> Task:
+    def task(self, data: DataT, compute: Compute) -> Task:
         """The model before training, with its data and what is wanted of it."""
 
 
 def train(
-    recipe: Recipe[Data],
-    data: Data,
+    recipe: Recipe[DataT],
+    data: DataT,
     folder: StrPath,
     *,
     compute: Compute | None = None,

@@ -27,7 +27,7 @@ from ermoe.models.io import CONFIG, WEIGHTS
 from ermoe.train.compute import Processes, wait_for_all
 from ermoe.train.settings import Training
 
-RESUME = ("auto", "never", "must")
+_RESUME = ("auto", "never", "must")
 # How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
 _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
 # What runs did that an earlier version began, which did not know the setting yet.
@@ -71,8 +71,8 @@ class RunFolder:
 
         ``beside`` holds files that belong to the run as config.json does, by name, such as the names of its classes.
         """
-        if resume not in RESUME:
-            raise UserError(f"resume={resume!r}: use one of {', '.join(RESUME)}")
+        if resume not in _RESUME:
+            raise UserError(f"resume={resume!r}: use one of {', '.join(_RESUME)}")
         config = json.loads(json.dumps(config))  # tuples become lists, as they will when read back
         self._check_same(config)
         for name, content in (beside or {}).items():

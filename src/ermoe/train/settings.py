@@ -1,4 +1,5 @@
-"""What a run does, apart from its task: settings alone, which ``config.json`` holds and a command line offers.
+"""Settings alone, which ``config.json`` holds and a command line offers: of training, of augmentation, and of the
+machine.
 
 Nothing here imports torch, so that help appears at once.
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ermoe.train.compute import Compute
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _NOT_NEGATIVE = (
     "base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip", "orthogonality", "retract_every", "save_every",
     "keep_every",
@@ -105,8 +106,8 @@ class Training:
             raise UserError(f"ema={self.ema}: need 0 (no average) up to, but not including, 1")
         if not 0 < self.layer_decay <= 1:
             raise UserError(f"layer_decay={self.layer_decay}: need more than 0, at most 1 (no decay)")
-        if self.precision not in PRECISIONS:
-            raise UserError(f"precision={self.precision!r}: use one of {', '.join(PRECISIONS)}")
+        if self.precision not in _PRECISIONS:
+            raise UserError(f"precision={self.precision!r}: use one of {', '.join(_PRECISIONS)}")
 
     @property
     def lr(self) -> float:

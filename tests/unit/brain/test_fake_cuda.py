@@ -17,7 +17,7 @@ from ermoe.brain.batches import ScanSet, VolumeBatch
 from ermoe.brain.estimation import Estimation, Lesson, hidden_cubes
 from ermoe.brain.learning import build
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.recipes import CHANNELS, Recipe, recipe, reduction
+from ermoe.brain.recipes import CHANNELS, BrainRecipe, recipe, reduction
 from ermoe.train.compute import Compute
 from support.tiny_brains import BallCache, people
 
@@ -46,7 +46,7 @@ def on_cuda(network: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return network
 
 
-def volumes(chosen: Recipe, num: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def volumes(chosen: BrainRecipe, num: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and mask on the pretended GPU; to be called within the mode."""
     shape = [-(-edge // reduction(chosen.input)) for edge in chosen.preprocessing.shape]
     seen = torch.randn(num, CHANNELS[chosen.input], *shape, device="cuda")

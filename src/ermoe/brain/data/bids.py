@@ -1,7 +1,7 @@
-"""What a BIDS tree holds, by the entities in file names: T1 scans, the masks and tissue maps that belong to them, and
-which number of a segmentation stands for which tissue: only ever what a table says.
+"""What a BIDS tree holds: T1 scans, the masks and tissue maps that belong to them, and the codes of segmentations.
 
-1 is CSF to one tool, grey matter to the next, and a left ventricle to a third.
+Files are told apart by the entities in their names. Which number of a segmentation stands for which tissue is only ever
+what a table says: 1 is CSF to one tool, grey matter to the next, and a left ventricle to a third.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ Sex = Literal["M", "F", "other"]
 Normalisation = Literal["zscore", "mean", "percentile"]
 
 TISSUES: tuple[Tissue, ...] = ("wm", "gm", "csf")
-"""The order of tissues everywhere: experts, channels, columns."""
+"""The order of tissues wherever there is an axis of them. Only the channels of a network's input go from dark to
+bright: `ermoe.brain.inputs.network_input`."""
 
 SEX_WORDS: dict[str, Sex] = {
     "m": "M", "male": "M", "man": "M", "boy": "M",

@@ -16,7 +16,7 @@ from ermoe.brain.data.tables import given, read_table, write_tsv
 from ermoe.errors import UserError
 
 Part = Literal["train", "validation", "test"]
-Kind = Literal["holdout", "k-fold", "leave-site-out"]
+_Kind = Literal["holdout", "k-fold", "leave-site-out"]
 _OWN: dict[bool, Part] = {True: "test", False: "train"}
 """The part of a person in the fold of their own group, and in the others."""
 
@@ -25,7 +25,7 @@ _OWN: dict[bool, Part] = {True: "test", False: "train"}
 class Splits:
     """For every fold and every person, one part. As a TSV: one row a person, one column a fold."""
 
-    kind: Kind
+    kind: _Kind
     parts: Mapping[str, tuple[Part, ...]]
     """participant_id → part in fold 0, 1, …"""
     fold_names: tuple[str, ...]
@@ -168,7 +168,7 @@ def _part(path: object, row: Mapping[str, str], fold: str) -> Part:
     return text  # type: ignore[return-value]
 
 
-def _kind(folds: Sequence[str]) -> Kind:
+def _kind(folds: Sequence[str]) -> _Kind:
     if all(name.startswith("site-") for name in folds):
         return "leave-site-out"
     return "holdout" if len(folds) == 1 else "k-fold"

@@ -29,7 +29,7 @@ class DeepMoEOutput:
     gates: list[Tensor]
 
 
-class ChannelGate(nn.Module):
+class _ChannelGate(nn.Module):
     """g = ReLU(W e), (N, C), without bias."""
 
     def __init__(self, embedding_dim: int, num_channels: int) -> None:
@@ -41,14 +41,14 @@ class ChannelGate(nn.Module):
         return gate_NC
 
 
-class GatedBlock(nn.Module):
+class _GatedBlock(nn.Module):
     """A residual block whose two convolutions see gated channels; the shortcut sees all of them."""
 
     def __init__(self, block: BasicBlock, embedding_dim: int) -> None:
         super().__init__()
         self.block = block
-        self.gate1 = ChannelGate(embedding_dim, block.conv1.in_channels)
-        self.gate2 = ChannelGate(embedding_dim, block.conv2.in_channels)
+        self.gate1 = _ChannelGate(embedding_dim, block.conv1.in_channels)
+        self.gate2 = _ChannelGate(embedding_dim, block.conv2.in_channels)
 
     def forward(self, x: Tensor, embedding_NZ: Tensor) -> tuple[Tensor, list[Tensor]]:
         block = self.block
@@ -112,7 +112,7 @@ class DeepMoEStyle(nn.Module):
         self.embedding = embedding_network(embedding_dim, num_convolutions)
         self.embedding_head = nn.Linear(embedding_dim, base.fc.out_features)
         self.stem = nn.Sequential(base.conv1, base.bn1, base.relu, base.maxpool)
-        self.blocks = nn.ModuleList(GatedBlock(block, embedding_dim) for block in blocks)
+        self.blocks = nn.ModuleList(_GatedBlock(block, embedding_dim) for block in blocks)
         self.head = nn.Sequential(base.avgpool, nn.Flatten(), base.fc)
         self.gate_weight = gate_weight
         self.embedding_weight = embedding_weight
@@ -151,6 +151,6 @@ class DeepMoEStyle(nn.Module):
     def begin_second_stage(self) -> None:
         """Gates and embedding stay as they are, the network is tuned to them."""
         self.gate_weight = self.embedding_weight = 0.0
-        deciding = [self.embedding, self.embedding_head, *(m for m in self.modules() if isinstance(m, ChannelGate))]
+        deciding = [self.embedding, self.embedding_head, *(m for m in self.modules() if isinstance(m, _ChannelGate))]
         for module in deciding:
             module.requires_grad_(False)

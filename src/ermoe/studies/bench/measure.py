@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-Build = Callable[..., Callable[[], object]]
+_Build = Callable[..., Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def compare(seconds: Mapping[str, list[float]], reference: str) -> list[Measurem
     return found
 
 
-def peak_megabytes(build: Build, *arguments: Any) -> float:
+def peak_megabytes(build: _Build, *arguments: Any) -> float:
     """Peak growth of the resident set while the callable made by ``build(*arguments)`` runs. Linux only.
 
     ``build`` runs in a fresh process, so it must be importable there. What it allocates itself (the parameters) and
@@ -103,7 +103,7 @@ def peak_megabytes(build: Build, *arguments: Any) -> float:
     return float(grown)
 
 
-def _measure(result: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
+def _measure(result: Connection, build: _Build, arguments: tuple[Any, ...]) -> None:
     work = build(*arguments)
     work()
     gc.collect()

@@ -19,7 +19,7 @@ from ermoe.data.augment import Batch, in_memory
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
 from ermoe.files import StrPath
-from ermoe.images.presets import IMAGE_LEVEL, Recipe, recipe
+from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.run import LabelledImages, evaluate, transform_for
 from ermoe.models.io import load
 from ermoe.studies.paper.setup import Setup, slug
@@ -114,7 +114,7 @@ def describe(setup: Setup, **training: Any) -> str:
     )
 
 
-def _departures(chosen: Recipe) -> str:
+def _departures(chosen: ImageRecipe) -> str:
     """In which options ERMoE's layer and training differ from the paper's; nothing where they do not."""
     sparsity, training = chosen.sparsity or {}, chosen.training
     found = []
@@ -129,7 +129,7 @@ def _departures(chosen: Recipe) -> str:
     return f" ERMoE departs from the paper: {'; '.join(found)}." if found else ""
 
 
-def _size(chosen: Recipe) -> str:
+def _size(chosen: ImageRecipe) -> str:
     args = chosen.model_args
     tokens = (args["img_size"] // args["patch_size"]) ** 2
     return (
@@ -138,7 +138,7 @@ def _size(chosen: Recipe) -> str:
     )
 
 
-def base_recipe(setup: Setup, method: str) -> Recipe:
+def base_recipe(setup: Setup, method: str) -> ImageRecipe:
     """The preset that a method has at this scale: ViT-B/16 or ResNet-18, a miniature, or a toy for digits."""
     if setup.is_full and method == PAPER_RULE:
         return recipe("paper-ermoe")
@@ -150,7 +150,7 @@ def base_recipe(setup: Setup, method: str) -> Recipe:
     return recipe(f"cifar-{method}" if convolutional else f"cifar17-{method}")
 
 
-def recipe_of(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> Recipe:
+def recipe_of(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> ImageRecipe:
     """The recipe of one run."""
     chosen = base_recipe(setup, variant.method)
     sparsity = None if chosen.sparsity is None else {**chosen.sparsity, **variant.sparsity}
@@ -165,7 +165,7 @@ def recipe_of(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -
     return replace(chosen, sparsity=sparsity, training=training, validation=0.0, weights=setup.weights)
 
 
-def epochs_of(setup: Setup, chosen: Recipe, data: LabelledImages) -> int:
+def epochs_of(setup: Setup, chosen: ImageRecipe, data: LabelledImages) -> int:
     """--epochs, else the preset's; miniatures on data of your own have a budget of steps instead."""
     if setup.epochs is not None:
         return setup.epochs
@@ -184,18 +184,18 @@ def trained(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> 
     return Trained(loaded(RunFolder(folder).final, variant, compute.device), figures, folder)
 
 
-def _prepared(chosen: Recipe, prepare: Callable[[nn.Module], None]) -> Recipe:
+def _prepared(chosen: ImageRecipe, prepare: Callable[[nn.Module], None]) -> ImageRecipe:
     """The recipe whose models are changed once they are built."""
 
-    class Prepared(Recipe):
+    class Prepared(ImageRecipe):
         __slots__ = ()
 
         def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
-            model = Recipe.build(self, num_classes, weights=weights)
+            model = ImageRecipe.build(self, num_classes, weights=weights)
             prepare(model)
             return model
 
-    return Prepared(**{name: getattr(chosen, name) for name in Recipe.__slots__})
+    return Prepared(**{name: getattr(chosen, name) for name in ImageRecipe.__slots__})
 
 
 def loaded(folder: StrPath, variant: Variant, device: torch.device | str = "cpu") -> nn.Module:

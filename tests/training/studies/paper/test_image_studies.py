@@ -36,13 +36,21 @@ def work(tmp_path_factory):
     return tmp_path_factory.mktemp("trained")
 
 
-def keep(monkeypatch, rows, *names):
+def keep(request, rows, *names):
+    """Only some rows of a study; afterwards all of them again, in their order, which is that of its table."""
+    whole = dict(rows)
+
+    def restore():
+        rows.clear()
+        rows.update(whole)
+
+    request.addfinalizer(restore)
     for name in set(rows) - set(names):
-        monkeypatch.delitem(rows, name)
+        del rows[name]
 
 
 @pytest.fixture
-def setup(tmp_path, work, monkeypatch):
+def setup(tmp_path, work, monkeypatch, request):
     def brief(setup, method):
         chosen = recipe(f"digits-{method}")
         epochs = 2 if method in ("single-gated", "deep-moe") else 1
@@ -52,9 +60,9 @@ def setup(tmp_path, work, monkeypatch):
     monkeypatch.setattr(images, "base_recipe", brief)
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
     monkeypatch.setattr(images, "_WORKERS", 0)
-    keep(monkeypatch, sweeps.LAMBDAS, "lambda-0", "lambda-5e-05", "lambda-0.01")
-    keep(monkeypatch, sweeps.NUMBERS, 1, 2, 6)
-    keep(monkeypatch, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
+    keep(request, sweeps.LAMBDAS, "lambda-0", "lambda-5e-05", "lambda-0.01")
+    keep(request, sweeps.NUMBERS, 1, 2, 6)
+    keep(request, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
     monkeypatch.setattr(sweeps, "step_times", partial(sweeps.step_times, rounds=2))
     return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
 

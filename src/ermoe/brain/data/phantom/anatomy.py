@@ -50,7 +50,7 @@ _LESION_MM = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Atlas:
+class _Atlas:
     """Maps on the 2 mm grid of MNI152."""
 
     white_XYZ: Float
@@ -71,7 +71,7 @@ class Atlas:
 
 
 @lru_cache(maxsize=1)
-def atlas() -> Atlas:
+def atlas() -> _Atlas:
     """Builds the atlas, once a process."""
     white, grey, brain = _maps()
     csf = np.clip(brain - grey - white, 0, 1)
@@ -90,7 +90,7 @@ def atlas() -> Atlas:
     reference = np.percentile(sulci[grey > 0.5], 95)
     atrophy = np.clip(sulci / reference, 0, 1) * (1 + 0.25 * np.tanh((y + 10) / 40))
     maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy))
-    return Atlas(*maps)
+    return _Atlas(*maps)
 
 
 def _maps() -> tuple[Float, Float, Float]:
@@ -144,7 +144,7 @@ class Anatomy:
         return self.white_XYZ + self.grey_XYZ + self.csf_XYZ
 
 
-def grow(atlas: Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, int], spacing_mm: float) -> Anatomy:
+def grow(atlas: _Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, int], spacing_mm: float) -> Anatomy:
     """The anatomy of a visit on a scanner's grid of this shape and spacing."""
     pose_rng = np.random.default_rng([*person.seed, 1, int(100 * visit.age)])
     affine = Grid.around(np.zeros(3), spacing_mm, shape).affine
@@ -171,7 +171,7 @@ def grow(atlas: Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, i
 
 
 def _template_coordinates(
-    atlas: Atlas, person: Person, affine: Double, shape: tuple[int, int, int], rng: np.random.Generator
+    atlas: _Atlas, person: Person, affine: Double, shape: tuple[int, int, int], rng: np.random.Generator
 ) -> Float:
     """Where in the atlas each voxel of the scan looks, (3, X, Y, Z): size, turn and shift of the head undone."""
     size = (person.icv_ml / atlas.volume_ml) ** (1 / 3)
