@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ermoe.console import Command, say
+from ermoe.console import Command, first_read, say
 from ermoe.errors import UserError
 from ermoe.images.presets import PRESETS, Recipe, recipe
 from ermoe.train.settings import Machine, TrainingMachine
@@ -46,14 +46,16 @@ class Train:
     @classmethod
     def suited(cls, argv: list[str]) -> Train:
         """With the values of the preset that is named, or of cifar-ermoe."""
-        named = next((word for word in argv if word in PRESETS), None)
-        return cls(tyro.MISSING, tyro.MISSING, recipe(named or "cifar-ermoe"))
+        usual = cls("cifar-ermoe", "", recipe("cifar-ermoe"))
+        named = first_read(usual, argv).preset
+        return cls(tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
 
     def __call__(self, console: Console) -> None:
         from ermoe.images.run import train
 
-        if self.preset not in PRESETS:
+        if self.preset != self.recipe.preset:
             recipe(self.preset)  # says which there are
+            raise UserError(f"{self.preset} would be trained with the values of {self.recipe.preset}: name it first")
         folder = self.out or Path("runs") / f"{self.preset}-{self.recipe.training.seed}"
         with self.machine.started(console) as compute:
             if self.check:
