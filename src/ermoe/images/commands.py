@@ -173,7 +173,7 @@ class Predict:
     """Image files."""
     top: int = 5
     """Classes shown of each image."""
-    machine: Machine = field(default_factory=Machine)
+    machine: Machine = field(default_factory=lambda: Machine(workers=0))
 
     def __call__(self, console: Console) -> None:
         from ermoe.images.predict import class_names, predict
@@ -183,7 +183,7 @@ class Predict:
         with self.machine.started(console) as compute:
             model = _load(self.model, compute)
             names = class_names(self.model, model.num_classes)
-            predictions = predict(model, self.images, names, top=self.top)
+            predictions = predict(model, self.images, names, top=self.top, workers=compute.workers)
         for prediction in predictions:
             if prediction.problem is None:
                 ranked = zip(prediction.classes, prediction.probabilities, strict=True)
