@@ -140,7 +140,8 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
         _start_from(model, recipe.weights)
     if recipe.sparsity is None:
         return model
-    return upcycle(model, init=recipe.init, inplace=True, generator=generator, **recipe.sparsity)
+    init = recipe.init if recipe.weights is None else "dense"  # "same" would draw the networks anew
+    return upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
 
 
 def _timm_model(recipe: Recipe, num_classes: int) -> nn.Module:
