@@ -61,7 +61,7 @@ class RunFolder:
     def model(self, prefer: str = "final") -> Path:
         """The folder of the model to use, "final" or "best" by validation; the other where that one is lacking."""
         folders = (self.final, self.best) if prefer == "final" else (self.best, self.final)
-        found = next((folder for folder in folders if folder.is_dir()), None)
+        found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)  # written last
         if found is None:
             raise UserError(f"{self.folder} has no model yet: its first epoch is not over")
         return found

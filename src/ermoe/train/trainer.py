@@ -306,8 +306,6 @@ class Average:
         An average of orthonormal bases is shorter than one; the average itself goes on from where it was.
         """
         own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
-        self._put(self._shadow)
-        retract(self.model)
         try:
             yield
         finally:
@@ -315,6 +313,8 @@ class Average:
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
+            self._put(self._shadow)
+            retract(self.model)
         for name, tensor in _averaged(self.model).items():
             _local(tensor).copy_(_local(values[name]))
 
