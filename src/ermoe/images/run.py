@@ -34,6 +34,7 @@ from ermoe.models.weights.foreign import load_weights
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.precision import double, widest
 from ermoe.nn.sharding import own_experts
 from ermoe.train import loop
 from ermoe.train.compute import Compute, sum_over_processes
@@ -285,6 +286,7 @@ def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None = None) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
+    device = loader.compute.device
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
     for (batch,) in loader.epoch():
@@ -292,7 +294,7 @@ def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder 
             recorder.labels(batch.label)
         logit_BC = model(as_model(model, batch.image)).float()
         sums += _sums(logit_BC, batch.label).cpu()
-    loss, top1, top5, count = sum_over_processes(sums.to(loader.compute.device)).tolist()
+    loss, top1, top5, count = sum_over_processes(sums.to(device, widest(device))).tolist()
     if not math.isfinite(loss):
         raise UserError("the model's answers are not numbers: use an earlier checkpoint, or higher precision")
     return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}
@@ -302,9 +304,7 @@ def _sums(logit_BC: Tensor, label_B: Tensor) -> Tensor:
     best_BK = logit_BC.topk(min(5, logit_BC.shape[1])).indices
     hit_BK = best_BK == label_B.unsqueeze(1)
     loss = F.cross_entropy(logit_BC, label_B, reduction="sum")
-    return torch.stack(
-        [loss.double(), hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]
-    ).double()
+    return double(torch.stack([loss, hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]))
 
 
 def as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:

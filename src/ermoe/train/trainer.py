@@ -24,6 +24,7 @@ from ermoe.models.io import load_state, save
 from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole
 from ermoe.train import checkpoint
@@ -63,6 +64,8 @@ class Trainer:
     @classmethod
     def build(cls, task: Task, settings: Training, compute: Compute) -> Trainer:
         group = compute.group
+        if settings.precision == "fp64" and widest(group.device) != torch.float64:
+            raise UserError(f"precision=fp64: {group.device.type} has no such numbers; use --device cpu, or fp32")
         is_sharded = compute.parallel == "fsdp" and group.num > 1
         if settings.precision == "fp16" and is_sharded:
             raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
@@ -139,7 +142,7 @@ class Trainer:
 
     def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
         """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
-        loss = sum_over_processes(torch.as_tensor(line["loss"]).double()) / self.group.num
+        loss = sum_over_processes(double(torch.as_tensor(line["loss"]))) / self.group.num
         if not bool(loss.isfinite()):
             raise _diverged(f"the loss is {loss.item()} at step {step}")
         return {name: float(value) for name, value in {**line, "loss": loss}.items()}
