@@ -41,7 +41,7 @@ from ermoe.train.compute import Compute, sum_over_processes
 from ermoe.train.loader import Loader, some_batches
 from ermoe.train.loop import settle_on
 from ermoe.train.run_folder import RunFolder
-from ermoe.train.settings import NO_AUGMENTATION, Augmentation
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation, changed
 
 _VALIDATION = 0x5EED  # a stream of numbers that no epoch draws from
 _PROBE_IMAGES = 256
@@ -66,9 +66,8 @@ def train(
         resume: see `ermoe.train.loop.fit`.
         changes: fields of the recipe, such as ``weights``, or of its training that are to differ.
     """
-    means, changes = loop.means_among(changes)
-    compute = means if compute is None else compute
-    chosen = loop.changed(recipe(preset) if isinstance(preset, str) else preset, changes)
+    compute, changes = loop.means_among(changes, compute)
+    chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
     images = LabelledImages.open(data)
     compute.say(f"{images.train.summary}\n{images.test.summary}")
     is_new = compute.group.is_main and not RunFolder(Path(folder)).last.is_file()
@@ -169,7 +168,7 @@ def _start_from(model: nn.Module, weights: str) -> None:
         logging.getLogger("ermoe").warning("%s has a classifier for other classes: ours starts afresh", weights)
 
 
-class Classification:
+class Classification(loop.Task):
     """Trains ``model`` to name the class of an image; see `ermoe.train.loop.Task`.
 
     The best epoch is chosen by images that are held out of the training set; by test images nothing is chosen.
@@ -286,8 +285,8 @@ def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None = None) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
-    device = loader.compute.device
     model.eval()
+    device = loader.compute.device
     sums = torch.zeros(4, dtype=torch.float64)
     for (batch,) in loader.epoch():
         if recorder is not None and len(batch):

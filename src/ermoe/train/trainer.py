@@ -195,20 +195,23 @@ class Trainer:
 
     def save(self, run: RunFolder, where: Position) -> None:
         """Writes the checkpoint from which the run goes on; called on every process."""
-        state = checkpoint.gather(self.task.model, self.optimizer)
-        state |= {"position": asdict(where), "scaler": self.scaler.state_dict(), "task": self.task.state_dict()}
-        state["average"] = None if self.average is None else self.average.state_dict()
+        model, optimizer = checkpoint.gather(self.task.model, self.optimizer)
+        average = None if self.average is None else self.average.state_dict()
+        state: checkpoint.Checkpoint = {
+            "model": model, "optimizer": optimizer, "position": asdict(where), "scaler": self.scaler.state_dict(),
+            "task": self.task.state_dict(), "average": average,
+        }  # fmt: skip
         if self.group.is_main:
             checkpoint.write(run.last, state)
         wait_for_all()
 
-    def restore(self, state: dict[str, Any]) -> Position:
+    def restore(self, state: checkpoint.Checkpoint) -> Position:
         """Takes over what `save` wrote, on any number of processes."""
         self.task.load_state_dict(state["task"])  # first: it may freeze parameters, which then have no optimiser state
         checkpoint.scatter(self.task.model, self.optimizer, state)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
+        if self.average is not None and state["average"] is not None:
             self.average.load_state_dict(state["average"])
         return Position(**state["position"])
 
@@ -310,28 +313,27 @@ class Average:
         """
         own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
         try:
+            self._put(self._shadow)
+            retract(self.model)
             yield
         finally:
             self._put(own)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
-            self._put(self._shadow)
-            retract(self.model)
         for name, tensor in _averaged(self.model).items():
             _local(tensor).copy_(_local(values[name]))
 
-    def state_dict(self) -> dict[str, Tensor | int]:
+    def state_dict(self) -> checkpoint.State:
         """Whole tensors, also where the model is sharded; collective in that case."""
         return {"num_updates": self.num_updates, **{f"shadow.{n}": whole(t).cpu() for n, t in self._shadow.items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+    def load_state_dict(self, state: checkpoint.State) -> None:
         """Takes it back, sharded as the model is now."""
         self.num_updates = int(state["num_updates"])
         for name, tensor in self._shadow.items():
             saved = state[f"shadow.{name}"]
-            assert isinstance(saved, Tensor)
             if isinstance(tensor, DTensor):
                 saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
             _local(tensor).copy_(_local(saved))
