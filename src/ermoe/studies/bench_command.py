@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ermoe.console import say
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,4 +65,4 @@ class Bench:
         for name in benchmarks if self.what == "all" else [self.what]:
             result = benchmarks[name]()
             show(result, console)
-            console.print(f"written: {save(result, self.out)}")
+            say(console, f"written: {save(result, self.out)}")
