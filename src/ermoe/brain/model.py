@@ -224,7 +224,8 @@ def predict(
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
-    volumes = prepared(reader, requests, workers=workers)
+    # one scan at a time needs no loader
+    volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
     for scan, volume in zip(scans, volumes, strict=True):
         row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume))
         if isinstance(row, str):
