@@ -6,10 +6,15 @@ Nothing here imports torch, so that help appears at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tyro
 from rich.console import Console
+
+from ermoe.errors import UserError
+
+Typed = TypeVar("Typed", bound="Command")
+_OPTIONS = (tyro.conf.OmitArgPrefixes,)
 
 
 class Command(Protocol):
@@ -41,4 +46,13 @@ def parse_command(kind: type[Command], argv: list[str], *, prog: str) -> Command
     """The command with the options that were typed; settings within settings are options of the same rank."""
     suited = getattr(kind, "suited", None)
     given: dict[str, Any] = {} if suited is None else {"default": suited(argv)}
-    return tyro.cli(kind, prog=prog, args=argv, config=(tyro.conf.OmitArgPrefixes,), **given)
+    return tyro.cli(kind, prog=prog, args=argv, config=_OPTIONS, **given)
+
+
+def first_read(default: Typed, argv: list[str]) -> Typed:
+    """What was typed over ``default``, for a ``suited`` to find its preset in; ``default`` if it cannot be read yet."""
+    words = [word for word in argv if word not in ("-h", "--help")]
+    try:
+        return tyro.cli(type(default), args=words, default=default, config=_OPTIONS, console_outputs=False)
+    except (SystemExit, UserError):  # what is wrong is said when it is read again
+        return default

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ermoe.analysis import measures
 from ermoe.nn import Routing
+from ermoe.nn.precision import widest
 
 NUM_BINS = 200
 """Bins of width 0.01 on [−1, 1]: thresholds of two digits are edges. The outer bins also hold what lies beyond."""
@@ -54,7 +55,7 @@ class Totals:
         for name in (field.name for field in fields(cls)):
             letters = name.rpartition("_")[2]
             shape = [size[letter] for letter in letters] if letters.isupper() else []
-            dtype = _sum_dtype(device) if "_sum" in name or name.startswith("weight") else torch.long
+            dtype = widest(device) if "_sum" in name or name.startswith("weight") else torch.long
             zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
         return cls(**zeros)
 
@@ -222,9 +223,4 @@ class Tally:
 
 
 def _sum(value_T: Tensor, real_T: Tensor) -> Tensor:
-    return torch.where(real_T, value_T, 0).sum(dtype=_sum_dtype(value_T.device))
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    """A float32 sum stops growing after 2²⁴ tokens, but Apple's GPUs know nothing wider."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.where(real_T, value_T, 0).sum(dtype=widest(value_T.device))  # float32 stops growing at 2²⁴

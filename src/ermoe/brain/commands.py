@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -127,6 +128,7 @@ class Train:
             return replace(own, augmentation=None)
         if not self.flip and own.augmentation is not None:
             return own
+        # Kept inputs are made once: a single one would be the same change in every epoch, 8 are still quickly made.
         variants = own.variants and max(own.variants, 8)
         return replace(own, augmentation=VolumeAugmentation(flip=self.flip), variants=variants)
 
@@ -333,7 +335,7 @@ def _line(row: Prediction) -> str:
     name = "_".join(part for part in (row.participant_id, row.session_id) if part)
     if row.problem:
         return f"{name}: no prediction ({row.problem})"
-    interval = "" if row.brain_age_low != row.brain_age_low else f" [{row.brain_age_low:.1f}, {row.brain_age_high:.1f}]"
+    interval = "" if math.isnan(row.brain_age_low) else f" [{row.brain_age_low:.1f}, {row.brain_age_high:.1f}]"
     flags = {
         "seen in training": row.seen_in_training,
         "outside the training ages": row.outside_age_range,

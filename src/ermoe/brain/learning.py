@@ -28,7 +28,7 @@ from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.errors import UserError
 from ermoe.files import to_json
-from ermoe.models.io import load, load_state
+from ermoe.models.io import CONFIG, load, load_state
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.vit3d import ViT3D
 from ermoe.train.compute import Compute
@@ -90,8 +90,8 @@ def learn(recipe: BrainRecipe, lesson: Lesson, folder: Path, compute: Compute) -
 
 
 def is_learnt(folder: Path) -> bool:
-    """Whether a stage has ended."""
-    return RunFolder(folder).final.is_dir()
+    """Whether a stage has ended: of its model, the configuration is written last."""
+    return (RunFolder(folder).final / CONFIG).is_file()
 
 
 def phantom_scans(recipe: BrainRecipe, archive: Archive, compute: Compute) -> tuple[Scan, ...]:

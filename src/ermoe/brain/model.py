@@ -45,8 +45,10 @@ class BrainAgeModel:
     Args:
         networks: one a fold, by its name.
         head: how outputs mean ages.
-        input: what networks are given of a scan, "t1" or "contrast".
+        input: what networks are given of a scan: "t1"; "contrast", shares of tissues in every voxel; or "blocks", their
+            shares in blocks of voxels and in the whole brain.
         preprocessing: what is done to a scan before that.
+        patch_size: edge of a cube in voxels, which is a token, and what the occlusion map hides at a time.
         parts: hashed participant id → its part in each fold: whom the networks have seen.
         age_range: lowest and highest age of the people in it.
         mask_sources: where their brain masks came from.
@@ -222,6 +224,7 @@ def predict(
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
+    # one scan at a time needs no loader
     volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
     for scan, volume in zip(scans, volumes, strict=True):
         row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume))

@@ -13,7 +13,7 @@ import tyro
 
 from ermoe.brain.data.scans import Preprocessing
 from ermoe.errors import UserError
-from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training
+from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training, changed
 
 if TYPE_CHECKING:
     from ermoe.brain.estimation import Estimation, Lesson
@@ -273,6 +273,4 @@ def recipe(preset: str, method: str = "ermoe", **changes: Any) -> BrainRecipe:
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
     chosen = PRESETS[preset](cast(Method, method))
-    of_training = {name: value for name, value in changes.items() if name in Training.__slots__}
-    of_recipe = {name: value for name, value in changes.items() if name not in of_training}
-    return replace(chosen, training=replace(chosen.training, **of_training), **of_recipe)
+    return changed(chosen, changes)

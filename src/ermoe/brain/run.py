@@ -32,6 +32,7 @@ from ermoe.files import Json, to_json
 from ermoe.train.compute import Compute
 from ermoe.train.loop import means_among
 from ermoe.train.run_folder import RunFolder
+from ermoe.train.settings import changed
 
 _FEW_PEOPLE = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
@@ -43,7 +44,7 @@ def train(
     folder: str | os.PathLike[str],
     *,
     preset: str | BrainRecipe = "small",
-    method: str = "ermoe",
+    method: str | None = None,
     init: str = "random",
     split: str = "auto",
     folds: int = 5,
@@ -62,7 +63,7 @@ def train(
         data: a BIDS root, or a table with columns participant_id, age, t1, ….
         folder: of the run.
         preset: a name of `ermoe.brain.recipes.PRESETS`, or a recipe of your own.
-        method: one of `ermoe.brain.recipes.NETWORKS`.
+        method: one of `ermoe.brain.recipes.NETWORKS`; by default the recipe's own, of a preset "ermoe".
         init: "random"; "phantom", to learn a synthetic cohort first; or another brain-age model.
         split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" is k-fold below 200 people, else holdout.
         folds, fold_seed: of k-fold; ``fold_seed`` also shuffles the others.
@@ -74,9 +75,10 @@ def train(
         resume: "auto" goes on if there is a run in the folder, "must" insists on one, "never" refuses one.
         changes: fields of the recipe or of its training that are to differ.
     """
-    means, changes = means_among(changes)
-    compute = _speaking(means if compute is None else compute)
-    chosen = recipe(preset, method, **changes) if isinstance(preset, str) else preset
+    compute, changes = means_among(changes, compute)
+    compute = _speaking(compute)
+    changes |= {} if method is None else {"method": method}
+    chosen = recipe(preset, **changes) if isinstance(preset, str) else changed(preset, changes)
     path, run, archive = os.path.abspath(data), RunFolder(Path(folder)), Archive.at(cache)
     options = cohort_options if isinstance(cohort_options, CohortOptions) else CohortOptions(**(cohort_options or {}))
     scans = _trainable(open_cohort(path, options), compute, chosen.preprocessing if check else None)

@@ -21,7 +21,7 @@ class Export:
 
     The file has fixed shapes. Along the path "every-expert" it runs all experts on all tokens: exact, at E / K times
     the work of the experts. Along "capacity" experts have a fixed number of places per image: cheaper, and tokens that
-    find an expert full do without it.
+    find an expert full do without it. It is made and checked on the CPU.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]

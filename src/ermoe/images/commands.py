@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ermoe.console import Command, say
+from ermoe.console import Command, first_read, say
 from ermoe.errors import UserError
 from ermoe.images.presets import PRESETS, ImageRecipe, recipe
 from ermoe.train.settings import Machine, TrainingMachine
@@ -46,14 +46,16 @@ class Train:
     @classmethod
     def suited(cls, argv: list[str]) -> Train:
         """With the values of the preset that is named, or of cifar-ermoe."""
-        named = next((word for word in argv if word in PRESETS), None)
-        return cls(tyro.MISSING, tyro.MISSING, recipe(named or "cifar-ermoe"))
+        usual = cls("cifar-ermoe", "", recipe("cifar-ermoe"))
+        named = first_read(usual, argv).preset
+        return cls(tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
 
     def __call__(self, console: Console) -> None:
         from ermoe.images.run import train
 
-        if self.preset not in PRESETS:
+        if self.preset != self.recipe.preset:
             recipe(self.preset)  # says which there are
+            raise UserError(f"{self.preset} would be trained with the values of {self.recipe.preset}: name it first")
         folder = self.out or Path("runs") / f"{self.preset}-{self.recipe.training.seed}"
         with self.machine.started(console) as compute:
             if self.check:
@@ -171,7 +173,7 @@ class Predict:
     """Image files."""
     top: int = 5
     """Classes shown of each image."""
-    machine: Machine = field(default_factory=Machine)
+    machine: Machine = field(default_factory=lambda: Machine(workers=0))
 
     def __call__(self, console: Console) -> None:
         from ermoe.images.predict import class_names, predict
@@ -181,7 +183,7 @@ class Predict:
         with self.machine.started(console) as compute:
             model = _load(self.model, compute)
             names = class_names(self.model, model.num_classes)
-            predictions = predict(model, self.images, names, top=self.top)
+            predictions = predict(model, self.images, names, top=self.top, workers=compute.workers)
         for prediction in predictions:
             if prediction.problem is None:
                 ranked = zip(prediction.classes, prediction.probabilities, strict=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from ermoe.data.images import ImagesInFiles
 from ermoe.errors import UserError
 from ermoe.files import StrPath, read_json
 from ermoe.images.run import as_model, transform_for
+from ermoe.train.loader import Request, prepared
 
 _BATCH_SIZE = 16
 
@@ -30,8 +33,10 @@ class Prediction:
 
 
 @torch.inference_mode()
-def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, top: int = 5) -> list[Prediction]:
-    """What the model sees in each file. One that cannot be read does not keep the others from being seen."""
+def predict(
+    model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, top: int = 5, workers: int = 0
+) -> list[Prediction]:
+    """What the model sees in each file, read ahead by ``workers`` processes; one that cannot be read stops no other."""
     if top < 1:
         raise UserError(f"top={top}: need at least 1")
     unlabelled = torch.zeros(len(paths), dtype=torch.long)
@@ -39,27 +44,29 @@ def predict(model: nn.Module, paths: Sequence[str], classes: Sequence[str], *, t
     images = ImagesInFiles(Path(), paths, summary=summary, split="test", classes=list(classes), label_N=unlabelled)
     model.eval()
     source = transform_for(model).of(images)
+    requests = [(0, np.array([number])) for number in range(len(paths))]
+    outcomes = prepared(partial(_read, source), requests, workers=workers)
     predictions: list[Prediction] = []
     for start in range(0, len(paths), _BATCH_SIZE):
         some = paths[start : start + _BATCH_SIZE]
-        read = [_read(source, start + place) for place in range(len(some))]
+        read = list(islice(outcomes, len(some)))
         readable = [image for image in read if isinstance(image, Tensor)]
         ranked = iter(_rank(model, readable, source, min(top, len(classes))) if readable else ())
         for path, outcome in zip(some, read, strict=True):
-            if isinstance(outcome, UserError):
-                predictions.append(Prediction(path, [], [], problem=str(outcome)))
+            if isinstance(outcome, str):
+                predictions.append(Prediction(path, [], [], problem=outcome))
             else:
                 chance_K, class_K = next(ranked)
                 predictions.append(Prediction(path, [classes[number] for number in class_K], chance_K))
     return predictions
 
 
-def _read(source: ImageSource, index: int) -> Tensor | UserError:
+def _read(source: ImageSource, request: Request) -> Tensor | str:
     """Bytes (1, 3, S, S), or why there are none."""
     try:
-        return source.read(np.array([index]), epoch=0)
+        return source.read(request[1], request[0])
     except UserError as problem:
-        return problem
+        return str(problem)
 
 
 def _rank(

@@ -39,7 +39,7 @@ class ImageRecipe:
         sparsity: options of `ermoe.upcycle`; None for a dense model.
         training: the numbers of the loop.
         augmentation: how training images are varied.
-        init: "dense" where the model starts from pretrained weights, "same" from scratch.
+        init: what experts start from without weights: "same" from scratch; with weights it is always "dense".
         model_args: options of the architecture.
         label_smoothing: share of a label that is spread over all classes.
         validation: share of the training images that is held out of training to choose the best epoch; 0 chooses none.

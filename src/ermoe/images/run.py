@@ -34,13 +34,14 @@ from ermoe.models.weights.foreign import load_weights
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.precision import double, widest
 from ermoe.nn.sharding import own_experts
 from ermoe.train import loop
 from ermoe.train.compute import Compute, sum_over_processes
 from ermoe.train.loader import Loader, some_batches
 from ermoe.train.loop import settle_on
 from ermoe.train.run_folder import RunFolder
-from ermoe.train.settings import NO_AUGMENTATION, Augmentation
+from ermoe.train.settings import NO_AUGMENTATION, Augmentation, changed
 
 _VALIDATION = 0x5EED  # a stream of numbers that no epoch draws from
 _PROBE_IMAGES = 256
@@ -65,9 +66,8 @@ def train(
         resume: see `ermoe.train.loop.fit`.
         changes: fields of the recipe, such as ``weights``, or of its training that are to differ.
     """
-    means, changes = loop.means_among(changes)
-    compute = means if compute is None else compute
-    chosen = loop.changed(recipe(preset) if isinstance(preset, str) else preset, changes)
+    compute, changes = loop.means_among(changes, compute)
+    chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
     images = LabelledImages.open(data)
     compute.say(f"{images.train.summary}\n{images.test.summary}")
     is_new = compute.group.is_main and not RunFolder(Path(folder)).last.is_file()
@@ -140,7 +140,8 @@ def build(recipe: ImageRecipe, num_classes: int) -> nn.Module:
         _start_from(model, recipe.weights)
     if recipe.sparsity is None:
         return model
-    return upcycle(model, init=recipe.init, inplace=True, generator=generator, **recipe.sparsity)
+    init = recipe.init if recipe.weights is None else "dense"  # "same" would draw the networks anew
+    return upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
 
 
 def _timm_model(recipe: ImageRecipe, num_classes: int) -> nn.Module:
@@ -167,7 +168,7 @@ def _start_from(model: nn.Module, weights: str) -> None:
         logging.getLogger("ermoe").warning("%s has a classifier for other classes: ours starts afresh", weights)
 
 
-class Classification:
+class Classification(loop.Task):
     """Trains ``model`` to name the class of an image; see `ermoe.train.loop.Task`.
 
     The best epoch is chosen by images that are held out of the training set; by test images nothing is chosen.
@@ -285,13 +286,14 @@ def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION
 def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None = None) -> dict[str, float]:
     """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
     model.eval()
+    device = loader.compute.device
     sums = torch.zeros(4, dtype=torch.float64)
     for (batch,) in loader.epoch():
         if recorder is not None and len(batch):
             recorder.labels(batch.label)
         logit_BC = model(as_model(model, batch.image)).float()
         sums += _sums(logit_BC, batch.label).cpu()
-    loss, top1, top5, count = sum_over_processes(sums.to(loader.compute.device)).tolist()
+    loss, top1, top5, count = sum_over_processes(sums.to(device, widest(device))).tolist()
     if not math.isfinite(loss):
         raise UserError("the model's answers are not numbers: use an earlier checkpoint, or higher precision")
     return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count}
@@ -301,9 +303,7 @@ def _sums(logit_BC: Tensor, label_B: Tensor) -> Tensor:
     best_BK = logit_BC.topk(min(5, logit_BC.shape[1])).indices
     hit_BK = best_BK == label_B.unsqueeze(1)
     loss = F.cross_entropy(logit_BC, label_B, reduction="sum")
-    return torch.stack(
-        [loss.double(), hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]
-    ).double()
+    return double(torch.stack([loss, hit_BK[:, 0].sum(), hit_BK.any(1).sum(), label_B.new_tensor(len(label_B))]))
 
 
 def as_model(model: nn.Module, image_BCSS: Tensor) -> Tensor:

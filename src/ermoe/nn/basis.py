@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ermoe.nn.precision import full_precision, widen
+from ermoe.nn.precision import double, full_precision, widen, widest
 
 
 def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -21,15 +21,16 @@ def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Gene
     >>> torch.allclose(basis.mT @ basis, torch.eye(3), atol=1e-6)
     True
     """
-    device = generator.device if generator is not None else None
-    basis_EnR = torch.randn(num_experts, dim, rank, generator=generator, device=device, dtype=torch.float64)
+    device = generator.device if generator is not None else torch.get_default_device()
+    size = (num_experts, dim, rank)
+    basis_EnR = double(torch.randn(size, generator=generator, device=device, dtype=widest(device)))
     # Cholesky-QR with a positive diagonal: Gaussian columns become uniformly distributed orthonormal ones. Matrix
     # products do the work, several times faster than Householder QR; the second pass undoes the rounding of the first,
     # which a nearly singular square draw can feel.
     for _ in range(2):
         triangle_ERR = torch.linalg.cholesky(basis_EnR.mT @ basis_EnR).mT
         basis_EnR = torch.linalg.solve_triangular(triangle_ERR, basis_EnR, upper=True, left=False)
-    return basis_EnR.float()
+    return basis_EnR.float().to(device)
 
 
 def _gram_error(basis_EnR: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def _gram_error(basis_EnR: Tensor) -> Tensor:
 
 def orthonormality_error(basis_EnR: Tensor) -> Tensor:
     """The spectral norm ‖UᵀU − I‖₂ of each expert's basis, (E,)."""
-    eigenvalue_ER: Tensor = torch.linalg.eigvalsh(_gram_error(basis_EnR.double()))
+    eigenvalue_ER: Tensor = torch.linalg.eigvalsh(_gram_error(double(basis_EnR)))
     return eigenvalue_ER.abs().amax(-1)
 
 
@@ -77,7 +78,7 @@ def polar_factor(basis_EnR: Tensor) -> Tensor:
 
     Columns keep their place and their meaning: no other orthonormal set is closer to them.
     """
-    basis_EnR = basis_EnR.double()
+    basis_EnR = double(basis_EnR)
     eigenvalue_ER, eigenvector_ERR = torch.linalg.eigh(basis_EnR.mT @ basis_EnR)
     if bool((eigenvalue_ER[:, 0] <= 1e-10 * eigenvalue_ER[:, -1]).any()):
         # Squaring the condition number in the Gram matrix would lose a nearly dependent column.

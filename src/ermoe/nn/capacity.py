@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ermoe.nn.precision import double
+
 
 def places(
     num_tokens: int,
@@ -38,8 +40,8 @@ def places_per_group(
     multiple_of: int = 1,
 ) -> Tensor:
     """`places` for groups with padding, (G,): only real tokens count, so padding does not change who gets in."""
-    exact_G = mask_GS.sum(1).double() * top_k * capacity_factor / num_experts
-    return (exact_G.ceil().long().clamp_min(1) + multiple_of - 1) // multiple_of * multiple_of
+    exact_G = double(mask_GS.sum(1)) * top_k * capacity_factor / num_experts
+    return (exact_G.ceil().long().to(mask_GS.device).clamp_min(1) + multiple_of - 1) // multiple_of * multiple_of
 
 
 def queue_positions(

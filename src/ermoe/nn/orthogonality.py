@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_factor
 from ermoe.nn.experts import DenseLinear, EigenLinear
+from ermoe.nn.precision import double
 from ermoe.nn.scores import LogitScore, PrototypeScore, Score
 from ermoe.nn.sharding import over_processes, own_experts
 
@@ -72,13 +73,13 @@ def _retract_factors(U: Tensor, s: Tensor, V: Tensor) -> Retraction:
     if U.shape[0] == 0:  # more processes than experts
         return Retraction(0.0, 0.0, 0.0)
     before = _worst(U, V)
-    old_U, old_s, old_V = U.double(), s.double(), V.double()
+    old_U, old_s, old_V = double(U), double(s), double(V)
     new_U, new_V = polar_factor(U), polar_factor(V)
     # s'_i = (QᵤᵀWQᵥ)_ii with W = U diag(s) Vᵀ, through the R×R products alone
     turned_U, turned_V = new_U.mT @ old_U, new_V.mT @ old_V
     new_s = ((turned_U * old_s.unsqueeze(1)) * turned_V).sum(-1)
     U.copy_(new_U), s.copy_(new_s), V.copy_(new_V)
-    change = _relative_change((old_U, old_s, old_V), (U.double(), s.double(), V.double()))
+    change = _relative_change((old_U, old_s, old_V), (double(U), double(s), double(V)))
     return Retraction(before, _worst(U, V), change)
 
 

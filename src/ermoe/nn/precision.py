@@ -19,3 +19,13 @@ def full_precision(x: Tensor) -> AbstractContextManager[None]:
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32, or in its own precision if that is higher."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, but Apple's GPUs know nothing wider than float32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def double(x: Tensor) -> Tensor:
+    """``x`` in float64, on the CPU where its own device has none."""
+    return (x if widest(x.device) == torch.float64 else x.cpu()).double()

@@ -34,7 +34,7 @@ def build(recipe: RetrievalRecipe) -> CLIP:
         model = clip_moe.clip_moe(model, generator=generator)
         clip_moe.train_only_gates(model)
     elif recipe.sparsity is not None:
-        init = recipe.init if recipe.weights is None else "dense"
+        init = "dense" if recipe.weights or recipe.image_weights else recipe.init
         upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
     if recipe.text_tower == "frozen":
         model.freeze_text()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ermoe.console import Command, run_command, say
+from ermoe.console import Command, first_read, run_command, say
 from ermoe.errors import UserError
 from ermoe.retrieval.presets import PRESETS, RetrievalRecipe, recipe
 from ermoe.train.settings import Machine, TrainingMachine
@@ -62,12 +62,14 @@ class Train:
     @classmethod
     def suited(cls, argv: list[str]) -> Train:
         """With the values of the preset that is named, or of small-ermoe."""
-        named = next((word for word in argv if word in PRESETS), None)
-        return cls(tyro.MISSING, tyro.MISSING, recipe(named or "small-ermoe"))
+        usual = cls("small-ermoe", Path(), recipe("small-ermoe"))
+        named = first_read(usual, argv).preset
+        return cls(tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
 
     def __call__(self, console: Console) -> None:
-        if self.preset not in PRESETS:
+        if self.preset != self.recipe.preset:
             recipe(self.preset)  # says which there are
+            raise UserError(f"{self.preset} would be trained with the values of {self.recipe.preset}: name it first")
         from ermoe.retrieval.run import train
 
         folder = self.out or Path("runs") / f"retrieve-{self.preset}-{self.recipe.training.seed}"

@@ -12,6 +12,7 @@ from ermoe.retrieval.presets import RetrievalRecipe, recipe
 from ermoe.train import loop as kit
 from ermoe.train.compute import Compute
 from ermoe.train.run_folder import model_folder
+from ermoe.train.settings import changed
 
 
 def train(
@@ -36,12 +37,12 @@ def train(
         resume: see `ermoe.train.loop.fit`.
         changes: fields of the recipe, such as ``weights``, or of its training that are to differ.
     """
-    means, changes = kit.means_among(changes)
-    chosen = kit.changed(recipe(preset) if isinstance(preset, str) else preset, changes)
+    compute, changes = kit.means_among(changes, compute)
+    chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
     starts_from_clip = chosen.preset != "own" and chosen.init == "dense"
     if starts_from_clip and chosen.weights is None and chosen.text_from is None:
         raise UserError(f"{chosen.preset} starts from a CLIP: give its file with --weights")
     if chosen.text_from is not None:  # config.json names the very epoch
         chosen = replace(chosen, text_from=str(model_folder(chosen.text_from, prefer="best")))
     captioned = CaptionedImages.open(data, protocol, images=images, cache=cache)
-    return kit.train(chosen, captioned, folder, compute=means if compute is None else compute, resume=resume)
+    return kit.train(chosen, captioned, folder, compute=compute, resume=resume)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ermoe.console import say
 from ermoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class Bench:
     `layer` compares one feed-forward layer of ViT-B with the floor (the plain matrix products that the chosen experts
     need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
     (`pip install "ermoe[bench]"`). `routing` is the cost of deciding, `scaling` the growth with experts, tokens, k and
-    rank, `model` whole networks, `data` whether images arrive as fast as they are used. Close other programs first:
-    medians forgive a busy minute, not a busy hour.
+    rank, `model` whole networks, `data` whether images arrive as fast as they are used. All run on the CPU. Close other
+    programs first: medians forgive a busy minute, not a busy hour.
     """
 
     what: Annotated[Literal["layer", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = "layer"
@@ -64,4 +65,4 @@ class Bench:
         for name in benchmarks if self.what == "all" else [self.what]:
             result = benchmarks[name]()
             show(result, console)
-            console.print(f"written: {save(result, self.out)}")
+            say(console, f"written: {save(result, self.out)}")

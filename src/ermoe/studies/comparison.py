@@ -64,7 +64,7 @@ def _job(asked: Comparison, preset: str, seed: int, compute: Compute) -> Job:
 def step_times(asked: Comparison) -> dict[str, Measurement]:
     """By preset, a step's time beside that of the dense preset of its family, from the last record of that name.
 
-    They are timed first if there is none of these presets with this data and this number of threads. Presets whose
+    They are timed first if there is none of these presets with this data, device and number of threads. Presets whose
     family has no dense one among them are left out, and so are the image-level rivals, whose step changes halfway.
     """
     families = _families(asked.presets)
@@ -72,6 +72,7 @@ def step_times(asked: Comparison) -> dict[str, Measurement]:
     if not wanted:
         return {}
     settings = {"data": asked.data.resolve().name, "threads": asked.threads, "rounds": _ROUNDS}
+    settings["device"] = device_named(asked.device).type
     figures = recorded_steps(read_records(asked.out / RECORDS), settings)
     if not wanted <= figures.keys():
         steps = {row.name: asdict(row) for dense, own in families.items() for row in _measure(asked, dense, own)}
@@ -82,7 +83,9 @@ def step_times(asked: Comparison) -> dict[str, Measurement]:
 
 def recorded_steps(records: Sequence[Record], settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """The figures of the last record of step times, of those with these settings; nothing if there is none."""
-    own = [record for record in records if record["name"] == STEPS and settings in (None, record["settings"])]
+    own = [record for record in records if record["name"] == STEPS]
+    if settings is not None:  # earlier versions timed on the CPU and did not say so
+        own = [record for record in own if {"device": "cpu", **record["settings"]} == settings]
     return dict(own[-1]["figures"]) if own else {}
 
 
@@ -102,16 +105,17 @@ def _families(presets: Sequence[str]) -> dict[str, list[str]]:
 
 def _measure(asked: Comparison, dense: str, presets: list[str]) -> list[Measurement]:
     torch.set_num_threads(asked.threads)
-    images = open_images(asked.data, "train")
-    return compare(take_turns({preset: _step(preset, images) for preset in presets}, rounds=_ROUNDS), dense)
+    images, device = open_images(asked.data, "train"), device_named(asked.device)
+    return compare(take_turns({preset: _step(preset, images, device) for preset in presets}, rounds=_ROUNDS), dense)
 
 
-def _step(preset: str, images: Images) -> Callable[[], object]:
-    """A step on batches that are ready in memory: reading them costs every preset the same."""
+def _step(preset: str, images: Images, device: torch.device) -> Callable[[], object]:
+    """A step on batches that are ready on the device: reading them costs every preset the same."""
     chosen = recipe(preset)
-    model = chosen.build(len(images.classes))
+    model = chosen.build(len(images.classes)).to(device)
     order = Order(len(images), chosen.training.batch_size, chosen.training.seed)
-    loader = Loader(transform_for(model, chosen.augmentation).of(images), order)
+    where = Compute(Processes(device=device))
+    loader = Loader(transform_for(model, chosen.augmentation).of(images), order, compute=where)
     ready = [(part.image, part.label) for (part,) in itertools.islice(loader.epoch(), _NUM_BATCHES)]
     return training_step_of(model, itertools.cycle(ready))
 

@@ -59,6 +59,7 @@ class Demo:
         from ermoe.studies.comparison import run_comparison, step_times
         from ermoe.studies.image_command import Comparison
         from ermoe.studies.tables import Table
+        from ermoe.train.compute import device_named
 
         say(console, f"Training {', '.join(MODELS)} on the digits of scikit-learn, {self.epochs} epochs.")
         trained = self.out / f"{self.epochs}-epochs"
@@ -77,7 +78,8 @@ class Demo:
         say(console, _noise_note(records[0]["figures"]["top1"]))
         runs = {name: trained / "runs" / f"{preset}-{self.seed}" for name, preset in MODELS.items()}
         sparse = [str(folder) for name, folder in runs.items() if name != "dense"]
-        say(console, f"report: {inspect(sparse, 'digits', self.out, console=console)}")
+        page = inspect(sparse, "digits", self.out, device=device_named(self.device), console=console)
+        say(console, f"report: {page}")
         if self.picture is not None:
             from ermoe.studies.demo_picture import write_picture
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ermoe.console import say
 from ermoe.cpu import described
 from ermoe.errors import UserError
 from ermoe.files import append, replacing, to_json
@@ -88,7 +89,7 @@ def run_queue(
             _refuse_another(record, job, path, defaults or {})
     for number, job in enumerate(jobs, 1):
         if (job.name, job.seed) not in done:
-            console.print(f"run {number} of {len(jobs)}: {job.name}, seed {job.seed}", highlight=False)
+            say(console, f"run {number} of {len(jobs)}: {job.name}, seed {job.seed}")
             start = time.perf_counter()
             figures = dict(job.work())
             seconds = figures.pop("seconds", time.perf_counter() - start)

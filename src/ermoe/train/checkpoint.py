@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
@@ -23,34 +23,47 @@ from torch.distributed.checkpoint.state_dict import (
 from ermoe.errors import UserError
 from ermoe.files import replacing
 
+State = dict[str, Any]
+"""What a module, an optimiser or a task remembers: tensors and plain values, by name."""
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FORMAT = 1
 
 
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+class Checkpoint(TypedDict):
+    """All that a run goes on from; ``position`` has the fields of `ermoe.train.trainer.Position`."""
+
+    model: State
+    optimizer: State
+    position: State
+    scaler: State
+    task: State
+    average: State | None
+
+
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
     """Model and optimiser as whole tensors on the CPU; under FSDP complete on the main process, called on all."""
-    return {"model": whole_model(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=_WHOLE)}
+    return whole_model(model), get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
-def whole_model(model: nn.Module) -> dict[str, Any]:
+def whole_model(model: nn.Module) -> State:
     """The model alone, in the same way."""
     return get_model_state_dict(model, options=_WHOLE)
 
 
-def scatter(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Gives ``model`` and ``optimizer`` what `gather` took, however they are sharded now."""
+def scatter(model: nn.Module, optimizer: torch.optim.Optimizer, state: Checkpoint) -> None:
+    """Gives ``model`` and ``optimizer`` what `gather` took of them, however they are sharded now."""
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
+def write(path: Path, state: Checkpoint) -> None:
     """Replaces the checkpoint at ``path``; whatever goes wrong, the one that was there stays."""
     with replacing(path) as draft:
         torch.save({"format": _FORMAT, **state}, draft)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Checkpoint:
     """The checkpoint at ``path``; nothing but tensors and plain values is ever unpickled."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -58,4 +71,4 @@ def read(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} has format {state['format']}, this version reads {_FORMAT}: start a new run")
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as problem:
         raise UserError(f"{path} is damaged or no checkpoint of a run: remove it to start anew") from problem
-    return dict(state)
+    return cast(Checkpoint, state)

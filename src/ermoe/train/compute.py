@@ -46,7 +46,7 @@ class Compute:
         parallel: "ddp" or "fsdp", with several of them.
         compile: run training steps through `torch.compile`.
         workers: processes that read files ahead; what is in memory needs none.
-        console: for what a person wants to know; None for silence.
+        console: for what a person wants to know. None says nothing; the progress bar is then on standard error.
     """
 
     group: Processes = field(default_factory=Processes)

@@ -8,8 +8,7 @@ run that was killed anywhere ends exactly as if nothing had happened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,10 +21,11 @@ from ermoe.files import Json, StrPath, to_json
 from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import retract
 from ermoe.train import checkpoint
+from ermoe.train.checkpoint import State
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Source, some_batches
 from ermoe.train.run_folder import Log, RunFolder
-from ermoe.train.settings import Training
+from ermoe.train.settings import Changes, Training
 from ermoe.train.trainer import AUTOCAST, Position, Trainer
 
 
@@ -34,11 +34,13 @@ class Task(Protocol):
 
     Those who inherit from it settle and remember nothing unless they say what.
 
-    ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better.
+    ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better. ``judged_after`` are
+    epochs, counted from 1, after which `evaluate` is called besides those that the settings ask for.
     """
 
     model: nn.Module
     goal: str
+    judged_after: tuple[int, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -60,11 +62,11 @@ class Task(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Figures of the model as it is, over all processes; called on every one of them."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What the task itself must remember: tensors and plain values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Takes that back."""
         return None
 
@@ -75,7 +77,7 @@ class TrainingData(Protocol):
     def identity(self) -> Json:
         """What tells these data from others, for config.json."""
 
-    def beside(self) -> dict[str, Any]:
+    def beside(self) -> Json:
         """Files that belong into the run folder, by name: what those who use the model must know of the data."""
         return {}
 
@@ -118,7 +120,7 @@ def fit(
     folder: StrPath,
     *,
     config: Json | None = None,
-    beside: Mapping[str, Any] | None = None,
+    beside: Json | None = None,
     compute: Compute | None = None,
     resume: str = "auto",
 ) -> dict[str, float]:
@@ -174,9 +176,8 @@ def fit(
 
 
 def _is_judged(task: Task, settings: Training, epoch: int) -> bool:
-    """After every so many epochs, after the last, and after those that a task asks for besides as ``judged_after``."""
-    asked_for = (settings.epochs, *getattr(task, "judged_after", ()))
-    return epoch % settings.evaluate_every == 0 or epoch in asked_for
+    """After every so many epochs, after the last, and after those that a task asks for besides."""
+    return epoch % settings.evaluate_every == 0 or epoch in (settings.epochs, *task.judged_after)
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -184,25 +185,16 @@ def _is_due(every: int, step: int) -> bool:
     return every > 0 and (step + 1) % every == 0
 
 
-Chosen = TypeVar("Chosen", bound=Recipe[Any])
-
-
-def changed(recipe: Chosen, changes: dict[str, Any]) -> Chosen:
-    """A recipe with some of its fields, or of its training's, set anew."""
-    names = {field.name for field in fields(recipe)}  # type: ignore[arg-type]
-    own = {name: value for name, value in changes.items() if name in names}
-    training = {name: value for name, value in changes.items() if name not in own}
-    return replace(recipe, training=replace(recipe.training, **training), **own)  # type: ignore[type-var]
-
-
-def means_among(options: dict[str, Any]) -> tuple[Compute, dict[str, Any]]:
-    """The means to compute with that are among the options of a call, and the other options.
+def means_among(options: Changes, compute: Compute | None = None) -> tuple[Compute, Changes]:
+    """The means to compute with, ``compute`` or those that are among the options of a call, and the other options.
 
     >>> means_among({"workers": 2, "epochs": 3})[1]
     {'epochs': 3}
     """
     means = {name: value for name, value in options.items() if name in Compute.__slots__}
-    return Compute(**means), {name: value for name, value in options.items() if name not in means}
+    if compute is not None and means:
+        raise UserError(f"compute= and {', '.join(means)}=: give one compute, with all that is asked of it")
+    return compute or Compute(**means), {name: value for name, value in options.items() if name not in means}
 
 
 def settle_on(model: nn.Module, source: Source[Any], device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,12 @@ class RunFolder:
     def model(self, prefer: str = "final") -> Path:
         """The folder of the model to use, "final" or "best" by validation; the other where that one is lacking."""
         folders = (self.final, self.best) if prefer == "final" else (self.best, self.final)
-        found = next((folder for folder in folders if folder.is_dir()), None)
+        found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)  # written last
         if found is None:
             raise UserError(f"{self.folder} has no model yet: its first epoch is not over")
         return found
 
-    def open(self, config: Json, resume: str, group: Processes, *, beside: Mapping[str, Any] | None = None) -> bool:
+    def open(self, config: Json, resume: str, group: Processes, *, beside: Json | None = None) -> bool:
         """Claims the folder for ``config``; True if there is a checkpoint to go on from. Called on every process.
 
         ``beside`` holds files that belong to the run as config.json does, by name, such as the names of its classes.
@@ -111,7 +111,7 @@ class RunFolder:
         stopped = f"{problem.path} cannot be written: {problem.reason}"
         return f"{stopped}; {problem.remedy} and start the run again: {then}"
 
-    def _check_same(self, config: dict[str, Any]) -> None:
+    def _check_same(self, config: Json) -> None:
         if not self.config.is_file():
             return
         earlier = read_json(self.config, "choose another folder, or remove this one")
@@ -122,7 +122,7 @@ class RunFolder:
                 + "\n  ".join(changed)
             )
 
-    def _claim(self, contents: Mapping[str, Any]) -> None:
+    def _claim(self, contents: Json) -> None:
         for folder in (self.folder, self.last.parent, self.final, *self.last.parent.glob("*/")):
             remove_drafts(folder)
         for name, content in contents.items():
@@ -153,7 +153,7 @@ def _completed(earlier: Json, config: Json) -> Json:
     }
 
 
-def differences(earlier: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(earlier: Json, now: Json, prefix: str = "") -> list[str]:
     """Every setting that differs and matters, one line each.
 
     >>> differences({"a": {"lr": 1, "b": 2}}, {"a": {"lr": 3, "b": 2}})
@@ -173,12 +173,12 @@ def _identity(name: str, value: Any) -> Any:
     return Path(value).name if name in _COMPARED_BY_FILE_NAME and value is not None else value
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_line(path: Path, record: Json) -> None:
     """Adds one line of JSON; a kill leaves at most one incomplete line, the last."""
     append(path, as_lines([record]))
 
 
-def as_lines(records: Iterable[dict[str, Any]]) -> bytes:
+def as_lines(records: Iterable[Json]) -> bytes:
     """A line of JSON each."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
@@ -193,7 +193,7 @@ def forget_lines_after(path: Path, step: int) -> None:
             draft.write_bytes(kept)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Json]:
     """All complete lines of a file of JSON lines; the last one may be torn."""
     *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline is not complete
     records = []

@@ -8,32 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ermoe.errors import UserError
+from ermoe.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ermoe.models.upcycle import Options
     from ermoe.train.compute import Compute
 
+Changes = dict[str, Any]
+"""Values by the name of a field: of a recipe, or of its training."""
+Chosen = TypeVar("Chosen")
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _NOT_NEGATIVE = (
     "base_lr", "basis_lr", "weight_decay", "warmup_epochs", "clip", "orthogonality", "retract_every", "save_every",
     "keep_every",
 )  # fmt: skip
 
-STEADY_BASES: dict[str, Any] = {"basis_lr": 0.5, "retract_every": 10}
+STEADY_BASES: Changes = {"basis_lr": 0.5, "retract_every": 10}
 """For a model that has yet to find its experts: bases that turn slowly and stay orthonormal keep a token with its
 experts from one step to the next."""
 
-FROM_SCRATCH: dict[str, Any] = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
+FROM_SCRATCH: Options = {"context_of": "attention", "context_grad": False, "weight_floor": 1.0}
 """Options of the eigen router for weights that have learned nothing yet: a token is compared with what attention gave
 it, attention is not bent to the routing, and no chosen expert is left without a share of the mixture."""
 
 
-def from_scratch(sparsity: dict[str, Any] | None) -> dict[str, Any] | None:
+def from_scratch(sparsity: Options | None) -> Options | None:
     """Options of `ermoe.upcycle`, with those of `FROM_SCRATCH` for the eigen router; rivals' are left as they are.
 
     >>> from_scratch({"balance": "offset"})
@@ -117,6 +121,18 @@ class Training:
         0.0002
         """
         return self.base_lr * self.batch_size / 256
+
+
+def changed(recipe: Chosen, changes: Changes) -> Chosen:
+    """A recipe with some of its fields, or of its training's, set anew."""
+    own: Any = recipe
+    known = [field.name for part in (own, own.training) for field in fields(part)]
+    if unknown := [name for name in changes if name not in known]:
+        raise unknown_name("option", unknown[0], known)
+    of_training = {name: value for name, value in changes.items() if name in Training.__slots__}
+    of_recipe = {name: value for name, value in changes.items() if name not in of_training}
+    training = replace(of_recipe.pop("training", own.training), **of_training)
+    return replace(own, training=training, **of_recipe)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ermoe.models.io import load_state, save
 from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole
 from ermoe.train import checkpoint
@@ -63,6 +64,8 @@ class Trainer:
     @classmethod
     def build(cls, task: Task, settings: Training, compute: Compute) -> Trainer:
         group = compute.group
+        if settings.precision == "fp64" and widest(group.device) != torch.float64:
+            raise UserError(f"precision=fp64: {group.device.type} has no such numbers; use --device cpu, or fp32")
         is_sharded = compute.parallel == "fsdp" and group.num > 1
         if settings.precision == "fp16" and is_sharded:
             raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
@@ -139,7 +142,7 @@ class Trainer:
 
     def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
         """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
-        loss = sum_over_processes(torch.as_tensor(line["loss"]).double()) / self.group.num
+        loss = sum_over_processes(double(torch.as_tensor(line["loss"]))) / self.group.num
         if not bool(loss.isfinite()):
             raise _diverged(f"the loss is {loss.item()} at step {step}")
         return {name: float(value) for name, value in {**line, "loss": loss}.items()}
@@ -192,20 +195,23 @@ class Trainer:
 
     def save(self, run: RunFolder, where: Position) -> None:
         """Writes the checkpoint from which the run goes on; called on every process."""
-        state = checkpoint.gather(self.task.model, self.optimizer)
-        state |= {"position": asdict(where), "scaler": self.scaler.state_dict(), "task": self.task.state_dict()}
-        state["average"] = None if self.average is None else self.average.state_dict()
+        model, optimizer = checkpoint.gather(self.task.model, self.optimizer)
+        average = None if self.average is None else self.average.state_dict()
+        state: checkpoint.Checkpoint = {
+            "model": model, "optimizer": optimizer, "position": asdict(where), "scaler": self.scaler.state_dict(),
+            "task": self.task.state_dict(), "average": average,
+        }  # fmt: skip
         if self.group.is_main:
             checkpoint.write(run.last, state)
         wait_for_all()
 
-    def restore(self, state: dict[str, Any]) -> Position:
+    def restore(self, state: checkpoint.Checkpoint) -> Position:
         """Takes over what `save` wrote, on any number of processes."""
         self.task.load_state_dict(state["task"])  # first: it may freeze parameters, which then have no optimiser state
         checkpoint.scatter(self.task.model, self.optimizer, state)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
+        if self.average is not None and state["average"] is not None:
             self.average.load_state_dict(state["average"])
         return Position(**state["position"])
 
@@ -306,9 +312,9 @@ class Average:
         An average of orthonormal bases is shorter than one; the average itself goes on from where it was.
         """
         own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
-        self._put(self._shadow)
-        retract(self.model)
         try:
+            self._put(self._shadow)
+            retract(self.model)
             yield
         finally:
             self._put(own)
@@ -318,17 +324,16 @@ class Average:
         for name, tensor in _averaged(self.model).items():
             _local(tensor).copy_(_local(values[name]))
 
-    def state_dict(self) -> dict[str, Tensor | int]:
+    def state_dict(self) -> checkpoint.State:
         """Whole tensors, also where the model is sharded; collective in that case."""
         return {"num_updates": self.num_updates, **{f"shadow.{n}": whole(t).cpu() for n, t in self._shadow.items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+    def load_state_dict(self, state: checkpoint.State) -> None:
         """Takes it back, sharded as the model is now."""
         self.num_updates = int(state["num_updates"])
         for name, tensor in self._shadow.items():
             saved = state[f"shadow.{name}"]
-            assert isinstance(saved, Tensor)
             if isinstance(tensor, DTensor):
                 saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
             _local(tensor).copy_(_local(saved))

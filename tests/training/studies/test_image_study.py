@@ -68,7 +68,7 @@ def test_a_run_leaves_what_is_needed_to_trust_and_repeat_it(study):
 def test_steps_are_timed_in_turns_and_recorded(study):
     record = stored(study, "steps")
     assert {"command", "commit", "machine", "versions"} <= record["environment"].keys()
-    assert record["settings"] == {"data": "digits", "threads": 1, "rounds": 3}
+    assert record["settings"] == {"data": "digits", "threads": 1, "rounds": 3, "device": "cpu"}
     assert record["figures"].keys() == set(PRESETS)
     assert record["figures"]["digits-dense"]["ratio"] == 1
     assert record["figures"]["digits-v-moe"]["ratio"] > 0

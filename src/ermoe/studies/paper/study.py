@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ermoe.analysis.report import save_drawing
+from ermoe.console import say
 from ermoe.files import replacing
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.setup import Setup
@@ -88,19 +89,19 @@ def run(study: Study, setup: Setup) -> Findings:
     if setup.threads:
         torch.set_num_threads(setup.threads)
     ours = study.ours(setup)
-    console.print(f"[bold]{study.name}[/bold]: {study.title}", highlight=False)
-    console.print(f"The paper: {study.paper}\nHere ({setup.scale}): {ours}", highlight=False, soft_wrap=True)
+    console.print(study.name, style="bold", end="", highlight=False)
+    say(console, f": {study.title}\nThe paper: {study.paper}\nHere ({setup.scale}): {ours}")
     records = run_study(study, setup)
     found = study.findings(Runs(records))
     console.print(found.table.terminal())
     for sentence in found.sentences:
-        console.print(f"• {sentence}", highlight=False, soft_wrap=True)
+        say(console, f"• {sentence}")
     place = setup.place(study.name)
     with replacing(place / "result.md") as draft:
         draft.write_text(_markdown_page(study, setup, ours, found), encoding="utf-8")
     if found.drawing is not None:
         save_drawing(found.drawing, place / "plot", description=study.title)
-    console.print(f"written: {place}", highlight=False, soft_wrap=True)
+    say(console, f"written: {place}")
     return found
 
 

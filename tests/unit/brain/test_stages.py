@@ -1,0 +1,42 @@
+"""Stages of a brain-age run, before any of them learns."""
+
+import pytest
+
+from ermoe.brain import run
+from ermoe.brain.learning import is_learnt
+from ermoe.brain.recipes import recipe
+from ermoe.errors import UserError
+
+
+def test_a_save_that_was_killed_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    assert not is_learnt(tmp_path)
+    (tmp_path / "model" / "model.safetensors").touch()
+    assert not is_learnt(tmp_path)
+    (tmp_path / "model" / "config.json").touch()
+    assert is_learnt(tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["tiny", recipe("tiny", "vit3d")])
+def test_a_recipe_of_ones_own_is_changed_as_a_preset_is(preset, tmp_path, monkeypatch):
+    def see(chosen):
+        seen.append(chosen)
+        return {}
+
+    def stop(run, resume):
+        raise KeyboardInterrupt
+
+    seen = []
+    monkeypatch.setattr(run, "open_cohort", lambda path, options: None)
+    monkeypatch.setattr(run, "_trainable", lambda cohort, compute, check_for: [])
+    monkeypatch.setattr(run, "state_of", lambda scans: "")
+    monkeypatch.setattr(run, "to_json", see)
+    monkeypatch.setattr(run, "_check_resume", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(tmp_path, tmp_path / "run", preset=preset, method="ermoe", epochs=9, sigma=3.0)
+    assert seen[-1] == recipe("tiny", "ermoe", epochs=9, sigma=3.0)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(tmp_path, tmp_path / "run", preset=preset)
+    assert seen[-1].method == ("ermoe" if preset == "tiny" else "vit3d")
+    with pytest.raises(UserError, match="there is no option 'epoch'"):
+        run.train(tmp_path, tmp_path / "run", preset=preset, epoch=9)
