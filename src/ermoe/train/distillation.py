@@ -32,7 +32,7 @@ from ermoe.models.passes import evaluating, images_of, refuse_tensor
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
-from ermoe.train.loop import fit
+from ermoe.train.loop import Task, fit
 from ermoe.train.settings import Training
 
 _BATCHES_TO_SETTLE = 16
@@ -252,7 +252,7 @@ class _Pair:
         return {"agreement": same / count, "divergence": divergence / count, "layer_error": mean_error}
 
 
-class LayerByLayer:
+class LayerByLayer(Task):
     """Every layer learns the outputs of its dense network; see `ermoe.train.loop.Task`."""
 
     goal = "agreement"
@@ -278,12 +278,6 @@ class LayerByLayer:
 
     def evaluate(self) -> dict[str, float]:
         return self.pair.evaluate()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class AsAWhole(LayerByLayer):
