@@ -13,6 +13,7 @@ from typing import Any
 
 import brain_ixi50
 import brain_regions
+import real_weights
 import retrieval_flickr8k
 import routers_digits
 import upcycle_cifar10
@@ -167,6 +168,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "growth": growth,
     "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
     "routers-layer": routers_layer,
+    "real-weights": lambda: real_weights.table(lines_of("real_weights")),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
     "brain-regions": regions,

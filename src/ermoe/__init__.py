@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ermoe.models.io import load, save
     from ermoe.models.merge import merge, to_dense
     from ermoe.models.presets import preset
+    from ermoe.models.slim import slim
     from ermoe.models.upcycle import upcycle
     from ermoe.models.vit3d import ViT3D
     from ermoe.models.weights.foreign import load_weights
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ermoe.nn.registry import build_layer
     from ermoe.nn.rivals.losses import auxiliary_loss
     from ermoe.retrieval.captions.catalogue import open_captions
+    from ermoe.train.distillation import distill
 
 forward_old_names()
 
@@ -41,6 +43,7 @@ _HOMES = {
     "ermoe.models.io": ("load", "save"),
     "ermoe.models.merge": ("merge", "to_dense"),
     "ermoe.models.presets": ("preset",),
+    "ermoe.models.slim": ("slim",),
     "ermoe.models.upcycle": ("upcycle",),
     "ermoe.models.vit3d": ("ViT3D",),
     "ermoe.models.weights.foreign": ("load_weights",),
@@ -48,13 +51,15 @@ _HOMES = {
     "ermoe.nn.registry": ("build_layer",),
     "ermoe.nn.rivals.losses": ("auxiliary_loss",),
     "ermoe.retrieval.captions.catalogue": ("open_captions",),
+    "ermoe.train.distillation": ("distill",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "export", "freeze",
+    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
+    "freeze",
     "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
-    "record_routing", "retract", "save", "to_dense", "unfreeze", "upcycle", "update_balance",
+    "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
 ]  # fmt: skip
 
 

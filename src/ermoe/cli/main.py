@@ -21,6 +21,8 @@ from ermoe.errors import UserError, unknown_name
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("studies.demo:Demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
     "image": ("cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "upcycle": ("images.conversion:Upcycle", "make a dense ViT sparse: exactly, or with experts for groups of tokens"),
+    "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),
     "brain": ("brain.commands:run", "brain age from T1 scans: check, train, report, predict; research use only"),
     "inspect": ("explore.commands:run", "see how the experts of one or more models are used, in one HTML file"),
     "retrieve": (

@@ -104,7 +104,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         with torch.no_grad():
             for dense, (weight_EIO, bias_EO) in zip(family.ffn(block).linears(), weights, strict=True):
                 dense.assign(_mean(weight_EIO), None if bias_EO is None else _mean(bias_EO))
-    for name in ("sparsity", "output_error", "no_weight_decay"):
+    for name in ("sparsity", "output_error", "group_fits", "no_weight_decay"):
         model.__dict__.pop(name, None)
     return model
 

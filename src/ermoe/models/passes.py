@@ -20,23 +20,31 @@ from ermoe.nn import moe_layers
 
 @torch.no_grad()
 def run(model: nn.Module, batches: Iterable[Any], hooks: Mapping[nn.Module, Callable[..., None]]) -> None:
-    """Runs the model in evaluation mode over batches, of which there must be some.
+    """Runs the model in evaluation mode over batches, of which there must be some; see `outputs`.
 
-    A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments. A hook is
-    given its module, the arguments, the keyword arguments and the output of each of its calls.
+    A hook is given its module, the arguments, the keyword arguments and the output of each of its calls.
+    """
+    with evaluating(model), ExitStack() as hooked:
+        for module, hook in hooks.items():
+            hooked.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for _ in outputs(model, batches):
+            pass
+
+
+def outputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    """What the model says to each of the batches, of which there must be some.
+
+    A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments.
     """
     refuse_tensor(batches)
     device = next(model.parameters()).device
     count = 0
-    with evaluating(model), ExitStack() as hooked:
-        for module, hook in hooks.items():
-            hooked.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        for batch in batches:
-            if isinstance(batch, dict):
-                model(**{name: _finite(value).to(device) for name, value in batch.items()})
-            else:
-                model(_finite(_images(batch)).to(device))
-            count += 1
+    for batch in batches:
+        if isinstance(batch, dict):
+            yield model(**{name: _finite(value).to(device) for name, value in batch.items()})
+        else:
+            yield model(_finite(images_of(batch)).to(device))
+        count += 1
     if count == 0:
         raise UserError("there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator")
 
@@ -65,8 +73,9 @@ def _finite(inputs: Tensor) -> Tensor:
     return inputs
 
 
-def _images(batch: Any) -> Tensor:
-    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+def images_of(batch: Any) -> Tensor:
+    """The images of a batch: itself, its first part, or what it calls ``image``."""
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else getattr(batch, "image", batch)
     if not isinstance(images, Tensor):
         raise UserError(
             f"a batch is a {type(batch).__name__}: need a tensor of images, a tuple that starts with one, or a mapping "

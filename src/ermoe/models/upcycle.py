@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, family_of, sparsify
-from ermoe.models.eigen_init import Moments, collect, fill_from_dense, output_error, refuse_equal_experts
+from ermoe.models.calibrate import settle_offsets
+from ermoe.models.clusters import GroupFit, Tokens, fill_from_groups, fitted, sample_tokens
+from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
 
@@ -28,7 +30,7 @@ Options: TypeAlias = dict[str, Any]
 _GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "device", "dtype")
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
-_INITS = ("dense", "same", "random", "empty")
+_INITS = ("dense", "clusters", "same", "random", "empty")
 _log = logging.getLogger("ermoe")
 
 
@@ -40,6 +42,7 @@ class Sparsity:
     num_experts: int = 8
     top_k: int = 2
     rank: int | None = None
+    hidden_dim: int | tuple[int, ...] | None = None
     route_rank: int | None = None
     experts: str | None = None
     router: str = "eigen"
@@ -53,6 +56,8 @@ class Sparsity:
             raise UserError(f"context_of={self.context_of!r}: use 'features' or 'attention'")
         if self.experts is None:  # what the routers' own papers have
             object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
+        if isinstance(self.hidden_dim, (list, tuple)):  # one for each block
+            object.__setattr__(self, "hidden_dim", tuple(self.hidden_dim))
         self._check_numbers()
         self._check_layer_options()
 
@@ -61,6 +66,12 @@ class Sparsity:
             value = getattr(self, name)
             if not (isinstance(value, int) or (value is None and name.endswith("rank"))):
                 raise UserError(f"{name}={value!r}: need a whole number")
+        widths = self.hidden_dim if isinstance(self.hidden_dim, tuple) else (self.hidden_dim,) * len(self.blocks)
+        if len(widths) != len(self.blocks) or not all(width is None or _is_positive(width) for width in widths):
+            raise UserError(
+                f"hidden_dim={self.hidden_dim!r}: need a positive whole number, or one for each of the "
+                f"{len(self.blocks)} blocks that get experts"
+            )
         if self.rank is not None and self.experts == "dense":
             raise UserError(f"rank={self.rank}: dense experts have no rank; use experts='eigen', or leave rank out")
 
@@ -73,8 +84,20 @@ class Sparsity:
         if unknown:
             raise UserError(f"router={self.router!r} has no option {', '.join(unknown)}: it has {', '.join(known)}")
 
-    def layer_like(self, ffn: FFN) -> MixtureLayer:
-        """An expert layer of the shape and precision of ``ffn``, on the meta device."""
+    def width(self, ffn: FFN, block: int | None = None) -> int:
+        """Hidden width of the experts that replace ``ffn``."""
+        if isinstance(self.hidden_dim, tuple):
+            assert block is not None
+            return self.hidden_dim[self.blocks.index(block)]
+        return ffn.hidden_dim if self.hidden_dim is None else self.hidden_dim
+
+    def layer_like(self, ffn: FFN, block: int | None = None) -> MixtureLayer:
+        """An expert layer of the shape and precision of ``ffn``, on the meta device; of its ``block``'s own width."""
+        width = self.width(ffn, block)
+        if width > ffn.hidden_dim:
+            raise UserError(
+                f"hidden_dim={width}: the dense network has {ffn.hidden_dim} hidden units; use at most that"
+            )
         known = options_of(self.router)
         options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}
         options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
@@ -83,7 +106,7 @@ class Sparsity:
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
         try:
-            return build_layer(self.router, ffn.dim, ffn.hidden_dim, **options, **mlp, **placement)
+            return build_layer(self.router, ffn.dim, width, **options, **mlp, **placement)
         except ValueError as problem:
             raise UserError(str(problem)) from problem
 
@@ -91,7 +114,13 @@ class Sparsity:
         """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
         names = {option.name for option in fields(self)} - {"merged", "layer_options"}
         own = {name: getattr(self, name) for name in sorted(names)}
+        if isinstance(self.hidden_dim, tuple):
+            own["hidden_dim"] = list(self.hidden_dim)
         return {**self.layer_options, **own, "blocks": list(self.blocks)}
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int) and number > 0
 
 
 def upcycle(
@@ -101,6 +130,7 @@ def upcycle(
     top_k: int = 2,
     blocks: str | Sequence[int] = "every-2",
     rank: int | None = None,
+    hidden_dim: int | Sequence[int] | None = None,
     route_rank: int | None = None,
     experts: str | None = None,
     router: str = "eigen",
@@ -121,16 +151,22 @@ def upcycle(
         blocks: which blocks get experts: "every-2" (1, 3, 5, …), "last-n" (the last n), "all", or a list of indices.
         rank: rank R of the expert weights. Full by default, which keeps outputs exactly; with less, the relative error
             of each layer's output is logged and kept in ``model.output_error``.
+        hidden_dim: hidden width of the experts, or one for each block; by default that of the dense network. With
+            less, each expert keeps the hidden units that its tokens use; needs ``calibration``.
         route_rank: columns r of each basis that route; max(8, 8⌊R / 8E⌋) by default.
         experts: "eigen" (U diag(s) Vᵀ) or "dense" (plain weights; an eigen router then keeps a basis of its own).
             By default "eigen" for the eigen router and "dense" for the others, as in their papers.
         router: "eigen", or a baseline of `ermoe.nn.registry.LAYERS`: "v-moe", "expert-choice", "soft", "base", ….
-        init: "dense" starts every expert as the dense network. To train from scratch, "same" starts them all as one
-            fresh network, of which each routes by other singular directions, and "random" each as another.
+        init: "dense" starts every expert as the dense network. "clusters" groups the tokens of ``calibration`` and
+            makes each expert the best version of the dense network for its group, which the router then chooses: the
+            way to narrower experts or lower ranks; by default with prototype scores in a basis that experts share. To
+            train from scratch, "same" starts all experts as one fresh network, of which each routes by other singular
+            directions, and "random" each as another.
         inplace: change ``model`` itself, one block at a time, instead of a copy.
         context_of: the context averages the "features" that enter the expert layer, or the outputs of "attention".
         context_grad: whether routing sends gradients into the attention weights; False saves memory.
-        calibration: a few unlabelled batches, to truncate in the metric of the activations when rank is not full.
+        calibration: unlabelled batches, a list or a data loader, to which experts of lower rank or less width are
+            fitted. Memory does not grow with their number.
         generator: source of the random numbers of routers, and of experts that start from scratch.
         layer_options: further options of the layer, such as ``threshold=``, ``balance=`` or ``score=``.
 
@@ -142,10 +178,17 @@ def upcycle(
     True
     """
     if init not in _INITS:
-        raise UserError(f"init={init!r}: use 'dense' (experts start as the dense network), 'same' or 'random'")
+        raise UserError(
+            f"init={init!r}: use 'dense' (experts start as the dense network), 'clusters', 'same' or 'random'"
+        )
     family = family_of(model)
     if router not in LAYERS:
         raise UserError(f"router={router!r}: use one of {', '.join(LAYERS)}")
+    if init == "clusters":
+        _refuse_to_group(router, calibration)
+        layer_options = {"score": "prototype", "routing_basis": "shared"} | layer_options
+        if layer_options["routing_basis"] == "shared" and route_rank is None:
+            route_rank = max(8, num_experts)  # groups differ in E − 1 directions
     if "num_tokens" in options_of(router) and "slots_per_expert" not in layer_options:
         layer_options.setdefault("num_tokens", family.num_tokens(model))  # Soft MoE: as many slots as tokens
     sparsity = Sparsity(
@@ -153,6 +196,7 @@ def upcycle(
         num_experts=num_experts,
         top_k=top_k,
         rank=rank,
+        hidden_dim=hidden_dim if hidden_dim is None or isinstance(hidden_dim, int) else tuple(hidden_dim),
         route_rank=route_rank,
         experts=experts,
         router=router,
@@ -160,38 +204,55 @@ def upcycle(
         context_grad=context_grad,
         layer_options=layer_options,
     )
-    _check(family, model, sparsity, init)
+    _check(family, model, sparsity, init, is_calibrated=calibration is not None)
     model = model if inplace else copy.deepcopy(model)
-    chosen = [family.blocks(model)[index] for index in sparsity.blocks]
-    networks = {name: family.ffn(block) for name, block in chosen}
-    moments = collect(model, networks, calibration) if calibration is not None else {}
-    del networks
-    errors = {}
-    for name, block in chosen:
-        error = _convert(family, block, sparsity, init, moments.pop(name, None), generator)
-        if error is not None:
-            errors[name] = error
+    chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
+    taught = {name: (block, family.ffn(block)) for name, block in chosen.values()}
+    tokens = {} if calibration is None else sample_tokens(model, taught, calibration)
+    del taught
+    fits = {}
+    for index, (name, block) in chosen.items():
+        fits[name] = _convert(family, block, index, sparsity, init, tokens.pop(name, None), generator)
     mark_sparse(model, sparsity)
-    _report(model, errors, measured=calibration is not None)
+    if init == "clusters" and calibration is not None:
+        settle_offsets(model, calibration)  # tokens meet other experts before, so they come as others
+    _report(model, fits)
     return model
 
 
-def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str) -> None:
+def _refuse_to_group(router: str, calibration: object) -> None:
+    if router != "eigen":
+        raise UserError(f"init='clusters', router={router!r}: groups are routed by prototypes; use router='eigen'")
+    if calibration is None or iter(calibration) is calibration:  # type: ignore[call-overload]
+        raise UserError(
+            "init='clusters' groups tokens, and goes through them twice: pass calibration=, a list of unlabelled "
+            "batches or a data loader"
+        )
+
+
+def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool) -> None:
     """Refuses what cannot be made sparse, before anything is changed."""
     for index in sparsity.blocks:
         name, block = family.blocks(model)[index]
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
         reason = family.refusal(block)
-        reason = _defect(family, block, sparsity, init) if reason is None else reason
+        reason = _defect(family, block, index, sparsity, init, is_calibrated) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
 
 
-def _defect(family: Family, block: nn.Module, sparsity: Sparsity, init: str) -> str | None:
+def _defect(
+    family: Family, block: nn.Module, index: int, sparsity: Sparsity, init: str, is_calibrated: bool
+) -> str | None:
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block)
-    layer = sparsity.layer_like(ffn)
+    layer = sparsity.layer_like(ffn, index)
+    if sparsity.width(ffn, index) < ffn.hidden_dim and (init == "same" or (init == "dense" and not is_calibrated)):
+        raise UserError(
+            f"hidden_dim={sparsity.hidden_dim}: narrower experts are fitted to tokens; pass calibration=, unlabelled "
+            "batches, with init='dense' or 'clusters', or start from init='random'"
+        )
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
     return ffn.defect() or (family.no_context(block) if layer.needs_context else None)
@@ -200,15 +261,16 @@ def _defect(family: Family, block: nn.Module, sparsity: Sparsity, init: str) -> 
 def _convert(
     family: Family,
     block: nn.Module,
+    index: int,
     sparsity: Sparsity,
     init: str,
-    moments: Moments | None,
+    tokens: Tokens | None,
     generator: torch.Generator | None,
-) -> float | None:
-    """Makes one block sparse; returns the relative error of its output if the rank of its weights was cut."""
+) -> GroupFit | float | None:
+    """Makes one block sparse; returns how near its output comes to the dense one, if experts are smaller or differ."""
     ffn = family.ffn(block)
-    layer = sparsity.layer_like(ffn)
-    error = None
+    layer = sparsity.layer_like(ffn, index)
+    fit: GroupFit | float | None = None
     if not ffn.up.W.is_meta:
         _materialise(layer, ffn.up.W.device)
         layer.reset_router(generator)
@@ -216,11 +278,14 @@ def _convert(
             layer.experts.reset_parameters(generator)
         elif init == "same":
             fill_from_dense(layer, ffn.fresh(generator))
+        elif init == "clusters":
+            assert tokens is not None
+            fit = fill_from_groups(layer, ffn, tokens, generator)
         elif init == "dense":
-            fill_from_dense(layer, ffn, moments)
-            error = output_error(layer, ffn, moments)
+            fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
+            fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)
     sparsify(block, layer, family.sparse_block, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
-    return error
+    return fit
 
 
 def _materialise(layer: nn.Module, device: torch.device) -> None:
@@ -229,12 +294,17 @@ def _materialise(layer: nn.Module, device: torch.device) -> None:
     layer._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
-def _report(model: Any, errors: dict[str, float], *, measured: bool) -> None:
+def _report(model: Any, fits: dict[str, GroupFit | float | None]) -> None:
+    groups = {name: fit for name, fit in fits.items() if isinstance(fit, GroupFit)}
+    errors = {name: fit.error if isinstance(fit, GroupFit) else fit for name, fit in fits.items() if fit is not None}
+    model.group_fits = {**getattr(model, "group_fits", {}), **groups}
     model.output_error = {**getattr(model, "output_error", {}), **errors}
-    if errors:
+    if groups:
+        listed = ", ".join(f"{name} {fit.error:.3f} ({fit.one_expert_error:.3f})" for name, fit in groups.items())
+        _log.info("relative output error per layer on tokens kept apart (one expert of that size): %s", listed)
+    elif errors:
         listed = ", ".join(f"{name} {error:.3f}" for name, error in errors.items())
-        tokens = "the calibration batches" if measured else "random tokens; pass calibration= for a better truncation"
-        _log.warning("rank below full: relative output error per layer on %s: %s", tokens, listed)
+        _log.warning("experts smaller than the dense network: relative output error per layer: %s", listed)
 
 
 def choose_blocks(blocks: str | Sequence[int], depth: int) -> tuple[int, ...]:

@@ -34,7 +34,10 @@ class EigenMoE(MoE):
             expert turns away keeps the weights of its others, which then sum to less than 1.
         weight_floor: ε of the mixing weights, (max(score, 0) + ε) / Σ. The larger, the more even the mixture; 1 learns
             faster from scratch.
-        experts: "eigen", or "dense" for plain weights beside a separate routing basis.
+        experts: "eigen", or "dense" for plain weights.
+        routing_basis: whose columns route: those of the "experts" themselves (their U), which dense ones do not have;
+            bases of the router's "own", one an expert; or one "shared" by all experts, which takes a prototype score
+            to tell them apart and costs an E-th. By default that of the experts where they have one.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
         act_layer, bias, drop: of the experts' MLPs.
         start: ``generator``, source of all random numbers of the initialisation, ``device`` and ``dtype``.
@@ -56,6 +59,7 @@ class EigenMoE(MoE):
         capacity_factor: float | None = None,
         weight_floor: float = 1e-3,
         experts: str = "eigen",
+        routing_basis: str | None = None,
         gated: bool = False,
         act_layer: Callable[[], nn.Module] = nn.GELU,
         bias: bool = True,
@@ -79,8 +83,10 @@ class EigenMoE(MoE):
         if route_rank is None:
             route_rank = min(max(8, 8 * (rank // (8 * num_experts))), rank)
         scorer = _build_score(score, dim, num_experts, rank, route_rank, **start)
-        if scorer.needs_basis and experts == "dense":
-            scorer.own_basis(num_experts, dim, **start)
+        routing_basis = routing_basis or ("experts" if experts == "eigen" else "own")
+        _check_routing_basis(routing_basis, experts, scorer)
+        if scorer.needs_basis and routing_basis != "experts":
+            scorer.own_basis(1 if routing_basis == "shared" else num_experts, dim, **start)
         router = TopKRouter(
             scorer,
             num_experts=num_experts,
@@ -120,6 +126,15 @@ def _build_score(
             f"{name} score would be the same for every expert and rounding would route; use route_rank < {dim}"
         )
     return kinds[name](route_rank)
+
+
+def _check_routing_basis(name: str, experts: str, score: Score) -> None:
+    if name not in ("experts", "own", "shared"):
+        raise ValueError(f"routing_basis={name!r}: use 'experts', 'own' or 'shared'")
+    if name == "experts" and experts == "dense" and score.needs_basis:
+        raise ValueError("routing_basis='experts': dense experts have no basis; use 'own' or 'shared'")
+    if name == "shared" and not isinstance(score, PrototypeScore):
+        raise ValueError("routing_basis='shared': only score='prototype' tells experts apart that share a basis")
 
 
 def _build_balance(name: str, num_experts: int, device: torch.device | str | None) -> Balance | None:

@@ -145,6 +145,12 @@ class Experts(nn.Module):
         return next(self.up.parameters()).shape[1]
 
     @property
+    def size(self) -> tuple[int, int | None]:
+        """Hidden width and rank of an expert; no rank for plain weights."""
+        up = self.up
+        return (up.V.shape[1], up.s.shape[1]) if isinstance(up, EigenLinear) else (up.W.shape[2], None)
+
+    @property
     def token_basis(self) -> Tensor | None:
         """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
         entry = self.up if self.gate is None else self.gate

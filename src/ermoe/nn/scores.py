@@ -46,8 +46,8 @@ def _inverse_norm(u: Tensor) -> Tensor:
 class Score(nn.Module, ABC):
     """A score of every token for every expert.
 
-    ``basis_EDR`` is what the experts offer as their token basis. A score that needs a basis and gets experts with
-    plain weights keeps one of its own, ``self.basis``.
+    ``basis_EDR`` is what the experts offer as their token basis. A score may keep one of its own, ``self.basis``: for
+    every expert, or one that all experts share, (1, D, r).
     """
 
     needs_context = False
@@ -64,7 +64,7 @@ class Score(nn.Module, ABC):
         dim: int,
         **start: Unpack[Start],
     ) -> None:
-        """Gives the score a routing basis (E, D, r) of its own, for experts that have none."""
+        """Gives the score a routing basis (E, D, r) of its own; of one expert, if all are to share it."""
         assert self.route_rank is not None
         self.basis = parameter(num_experts, dim, self.route_rank, **start)
         self.reset_parameters(start.get("generator"))

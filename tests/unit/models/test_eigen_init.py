@@ -3,11 +3,9 @@
 import pytest
 import timm
 import torch
-from torch import nn
 
 import ermoe
-from ermoe.models.backbones import FFN, Linear
-from ermoe.models.eigen_init import Moments, collect, interleaved, svd
+from ermoe.models.eigen_init import interleaved, svd
 from ermoe.models.families.timm_vit import FAMILY
 from support.backbones import build, outputs, photographs
 
@@ -102,79 +100,6 @@ def test_an_ffn_seen_through_its_weights_computes_what_its_module_does(name):
     x = torch.randn(7, 64)
     with torch.no_grad():
         assert torch.allclose(FAMILY.ffn(block)(x), block.mlp(x), atol=1e-5)
-
-
-def random_network(bias=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def linear(n, m):
-        return Linear(
-            torch.randn(n, m, generator=generator) / n**0.5, torch.randn(m, generator=generator) if bias else None
-        )
-
-    return FFN(up=linear(12, 30), down=linear(30, 12), act=nn.GELU(), norm=nn.Identity())
-
-
-class TestMoments:
-    def test_they_are_those_of_all_tokens_at_once(self):
-        ffn, x = random_network(), torch.randn(100, 12) + 1
-        moments = Moments(12, 30)
-        for part in x.split(33):
-            moments.add(part, ffn)
-        assert torch.allclose(moments.mean_x, x.double().mean(0), atol=1e-6)
-        assert torch.allclose(moments.mean_h, ffn.hidden(x).double().mean(0), atol=1e-6)
-        assert torch.allclose(moments.covariance_x, torch.cov(x.double().T, correction=0), atol=1e-5)
-        assert torch.allclose(moments.covariance_y, torch.cov(ffn(x).double().T, correction=0), atol=1e-5)
-
-    def test_without_biases_they_are_about_zero(self):
-        ffn, x = random_network(bias=False), torch.randn(50, 12)
-        moments = Moments(12, 30, centred=False)
-        moments.add(x, ffn)
-        assert torch.allclose(moments.covariance_x, (x.T @ x).double() / 50, atol=1e-5)
-
-    def test_they_are_collected_from_a_running_model(self):
-        dense, size = build("test_vit")
-        block = dense.blocks[1]
-        seen = []
-        block.norm2.register_forward_hook(lambda _, __, z: seen.append(z.flatten(0, 1)))
-        images = photographs(size)
-        moments = collect(dense, {"one": FAMILY.ffn(block)}, [images[:4], images[4:]])["one"]
-        assert moments.num_tokens == 8 * 17
-        assert torch.allclose(moments.mean_x, torch.cat(seen).double().mean(0), atol=1e-5)
-
-
-class TestTruncation:
-    """Against the slow twin: the best low-rank map for given inputs, by alternating least squares from many starts."""
-
-    @pytest.mark.parametrize("is_down", [False, True])
-    def test_no_map_of_that_rank_is_better(self, is_down):
-        ffn = random_network()
-        x = torch.randn(400, 12) @ torch.diag(torch.linspace(0.1, 2, 12)) + 0.5
-        moments = Moments(12, 30)
-        moments.add(x, ffn)
-        inputs, linear = (ffn.hidden(x), ffn.down) if is_down else (x, ffn.up)
-        weight = linear.W.double()
-        principal = moments.principal_outputs(weight, 4, is_down=is_down)
-        centred = (inputs - inputs.mean(0)).double()
-        error = (centred @ (weight - weight @ principal @ principal.T)).norm()
-        # Eckart–Young on the outputs themselves
-        best = torch.linalg.svdvals(centred @ weight)[4:].norm()
-        assert float(error) == pytest.approx(float(best), rel=1e-4)
-
-    def test_the_bias_takes_up_what_the_mean_loses(self):
-        """A layer cut to rank 1 still has the right mean output before the activation."""
-        dense, size = build("test_vit")
-        images = photographs(size)
-        sparse = ermoe.upcycle(dense, num_experts=1, top_k=1, rank=1, blocks=[1], calibration=[images])
-        seen = []
-        for model in (dense, sparse):
-            model.blocks[1].norm2.register_forward_hook(lambda _, __, z: seen.append(z.flatten(0, 1)))
-            outputs(model, images)
-        up = sparse.blocks[1].mlp.experts.up
-        with torch.no_grad():
-            before = dense.blocks[1].mlp.fc1(seen[0]).mean(0)
-            after = (seen[1] @ up.weight()[0] + up.bias[0]).mean(0)
-        assert torch.allclose(after, before, atol=1e-4)
 
 
 def test_a_network_without_biases_keeps_none():

@@ -113,6 +113,7 @@ def test_weights_that_are_no_numbers_are_named(dense):
         ({"route_rank": 64}, "square orthonormal basis"),
         ({"temperature": 2}, "^router='eigen' has no option temperature: it has num_experts, "),
         ({"calibration": []}, "no batches"),
+        ({"hidden_dim": 8}, "hidden_dim=8: narrower experts are fitted to tokens; pass calibration="),
     ],
 )
 def test_bad_options_leave_the_model_as_it_was(dense, options, message):
@@ -121,7 +122,7 @@ def test_bad_options_leave_the_model_as_it_was(dense, options, message):
     assert not any(isinstance(block, SparseBlock) for block in dense.blocks)
 
 
-@pytest.mark.parametrize("name", ["act_layer", "bias", "gated", "drop", "device", "dtype", "hidden_dim", "dim"])
+@pytest.mark.parametrize("name", ["act_layer", "bias", "gated", "drop", "device", "dtype", "dim"])
 def test_what_follows_from_the_dense_network_is_no_option(dense, name):
     with pytest.raises(ValueError, match=f"^{name}: experts take this from the feed-forward network they replace"):
         ermoe.upcycle(dense, **{name: None})

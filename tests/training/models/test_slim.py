@@ -1,0 +1,182 @@
+"""Slim models and what they learn from their dense form: within the budget, nearer with every stage, resumable."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import ermoe
+from ermoe.cli.main import main
+from ermoe.errors import UserError
+from ermoe.nn import moe_layers
+from ermoe.nn.basis import orthonormality_error
+from ermoe.train import distillation
+
+
+@pytest.fixture(scope="module")
+def dense():
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=10, img_size=96).eval()
+    for parameter in model.head.parameters():  # an untrained head answers everything alike
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 3, 96, 96, generator=generator) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def slimmed(dense, batches):
+    return ermoe.slim(dense, batches[:3], budget=0.8, num_experts=3, held_out=batches[3:], layer_epochs=0, epochs=0)
+
+
+def converted(dense, batches, **options):
+    options = {"num_experts": 2, "top_k": 1, "blocks": [2, 5], **options}
+    generator = torch.Generator().manual_seed(0)
+    return ermoe.upcycle(dense, init="clusters", calibration=batches, generator=generator, **options)
+
+
+def test_the_whole_model_is_within_its_budget(dense, slimmed):
+    assert slimmed.operations == ermoe.count(slimmed.model).flops.total
+    assert 0.7 < slimmed.operations / ermoe.count(dense).flops.total <= 0.8
+    assert all(layer.width < layer.dense_width for layer in slimmed.layers)
+    assert len(moe_layers(slimmed.model)) == len(slimmed.layers)
+
+
+def test_the_report_says_what_was_done(slimmed):
+    assert f"{slimmed.agreement:.1%} of held-out images" in slimmed.table()
+    assert json.loads(json.dumps(slimmed.as_json()))["share"] == slimmed.share
+
+
+def test_a_smaller_budget_means_narrower_experts(dense, batches, slimmed):
+    tight = ermoe.slim(dense, batches[:3], budget=0.6, num_experts=3, held_out=batches[3:], layer_epochs=0, epochs=0)
+    assert tight.share <= 0.6
+    wide, narrow = ({layer.name: layer.width for layer in each.layers} for each in (slimmed, tight))
+    assert all(narrow[name] <= width for name, width in wide.items())
+    assert sum(narrow.values()) < sum(wide.values())
+
+
+def test_learning_brings_a_model_nearer_to_its_teacher(dense, batches):
+    model = converted(dense, batches[:3], experts="dense", hidden_dim=16)
+    before = ermoe.distill(copy.deepcopy(model), dense, batches[:3], held_out=batches[:1], layer_epochs=0, epochs=0)
+    by_layer = ermoe.distill(model, dense, batches[:3], held_out=batches[:1], layer_epochs=8, epochs=0)
+    assert by_layer["layer_error"] < before["layer_error"]
+    whole = ermoe.distill(model, dense, batches[:3], held_out=batches[:1], layer_epochs=0, epochs=4, lr=1e-5)
+    assert whole["divergence"] < by_layer["divergence"]
+
+
+def test_factored_experts_stay_orthonormal_and_loads_equal(dense, batches):
+    model = converted(dense, batches[:3], rank=16)
+    ermoe.distill(model, dense, batches[:3], layer_epochs=2, epochs=1)
+    for layer in moe_layers(model).values():
+        assert float(orthonormality_error(layer.experts.up.U.detach()).max()) < 1e-5
+    with ermoe.record_routing(model) as routing:
+        for batch in batches[:3]:
+            model(batch)
+    assert all(figures["load_cv2"] < 0.01 for figures in routing.summary().values())
+
+
+def test_a_router_that_looks_at_the_context_learns_too(dense, batches):
+    model = ermoe.upcycle(dense, blocks=[5], num_experts=2, rank=24)
+    before = ermoe.distill(copy.deepcopy(model), dense, batches, layer_epochs=0, epochs=0)
+    assert ermoe.distill(model, dense, batches, layer_epochs=4, epochs=0)["layer_error"] < before["layer_error"]
+
+
+def test_only_experts_learn_layer_by_layer_and_all_may_learn_afterwards(dense, batches):
+    model = converted(dense, batches[:3], experts="dense", hidden_dim=64)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    ermoe.distill(model, dense, batches[:1], layer_epochs=1, epochs=0)
+    # A basis that routes is retracted with the others, which changes it in its last digits.
+    changed = {name for name, tensor in model.named_parameters() if not torch.allclose(tensor, before[name], atol=1e-6)}
+    assert changed
+    assert all(".mlp.experts." in name for name in changed)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_learning_that_was_stopped_goes_on_to_the_same_model(dense, batches, tmp_path, monkeypatch):
+    options = {"layer_epochs": 2, "epochs": 1, "save_every": 1}
+    whole, stopped = (converted(dense, batches[:3], experts="dense", hidden_dim=64) for _ in range(2))
+    ermoe.distill(whole, dense, batches[:3], **options)
+    start = copy.deepcopy(stopped)
+
+    class StopError(Exception):
+        pass
+
+    calls = iter(range(100))
+    learn = distillation.AsAWhole.loss
+
+    def loss(self, network, batch):
+        if next(calls) == 1:
+            raise StopError
+        return learn(self, network, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distillation.AsAWhole, "loss", loss)
+        with pytest.raises(StopError):
+            ermoe.distill(stopped, dense, batches[:3], folder=tmp_path, **options)
+    ermoe.distill(start, dense, batches[:3], folder=tmp_path, **options)
+    for name, tensor in start.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("budget", [0, 1, 1.5])
+def test_a_budget_is_a_share(dense, batches, budget):
+    with pytest.raises(UserError, match=f"budget={budget}: need a share"):
+        ermoe.slim(dense, batches, budget=budget)
+
+
+def test_what_cannot_be_had_is_said(dense, batches, slimmed):
+    with pytest.raises(UserError, match="use a larger one"):
+        ermoe.slim(dense, batches[:1], budget=0.05, num_experts=2)
+    with pytest.raises(UserError, match="sparse already: slim the dense one"):
+        ermoe.slim(slimmed.model, batches)
+    with pytest.raises(UserError, match="the teacher is not the dense model"):
+        ermoe.distill(slimmed.model, slimmed.model, batches)
+    with pytest.raises(UserError, match="has no experts"):
+        ermoe.distill(dense, dense, batches)
+    with pytest.raises(UserError, match="gone through only once"):
+        ermoe.distill(slimmed.model, dense, iter(batches))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Photographs of two classes, and a dense model that knows them."""
+    root = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(8):
+                pixels = generator.integers(0, 255, (96, 96, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+    torch.manual_seed(0)
+    ermoe.save(timm.create_model("test_vit", num_classes=2, img_size=96), root / "dense")
+    return root
+
+
+def test_from_the_command_line(folder, capsys):
+    slim = ["slim", str(folder / "dense"), str(folder), "--out", str(folder / "slim"), "--num-experts", "2"]
+    assert main([*slim, "--layer-epochs", "1", "--epochs", "1", "--batch-size", "8", "--workers", "0"]) == 0
+    assert "of the dense operations" in capsys.readouterr().out
+    assert json.loads((folder / "slim" / "slimming.json").read_text())["share"] <= 0.8
+    assert main(["image", "eval", str(folder / "slim"), str(folder), "--workers", "0"]) == 0
+    upcycle = ["upcycle", str(folder / "dense"), str(folder), "--init", "clusters", "--out", str(folder / "sparse")]
+    assert main([*upcycle, "--num-experts", "2", "--hidden-dim", "64", "--workers", "0"]) == 0
+    assert "of one such expert for all tokens" in capsys.readouterr().out
+    assert len(moe_layers(ermoe.load(folder / "sparse"))) == 3
+
+
+def test_mistakes_on_the_command_line(folder, capsys):
+    assert main(["upcycle", str(folder / "dense"), "--init", "clusters"]) == 2
+    assert "name a folder of images" in capsys.readouterr().err
+    assert main(["slim", "test_vit", str(folder)]) == 2
+    assert "give --weights FILE" in capsys.readouterr().err
+    assert main(["slim", "no_such_model", str(folder), "--weights", str(folder / "dense" / "model.safetensors")]) == 2
+    assert "no model that timm knows" in capsys.readouterr().err

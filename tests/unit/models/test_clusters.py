@@ -1,0 +1,263 @@
+"""Experts fitted to groups of tokens: what they equal, what they save, and how they are routed."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+import ermoe
+from ermoe.errors import UserError
+from ermoe.models import clusters
+from ermoe.models.backbones import FFN, Linear, family_of
+from ermoe.nn import moe_layers
+from ermoe.nn.basis import orthonormality_error
+
+
+def linear(generator, rows, columns, bias=True):
+    weight = torch.randn(rows, columns, generator=generator) / rows**0.5
+    return Linear(weight, torch.randn(columns, generator=generator) / 4 if bias else None)
+
+
+def network(*, gated=False, bias=True, dim=12, hidden=32):
+    generator = torch.Generator().manual_seed(0)
+    gate = linear(generator, dim, hidden, bias) if gated else None
+    up, down = linear(generator, dim, hidden, bias), linear(generator, hidden, dim, bias)
+    return FFN(up, down, torch.nn.GELU(), torch.nn.Identity(), gate=gate)
+
+
+def two_kinds(num=2000, dim=12):
+    """Tokens around two centres, which switch different hidden units on."""
+    generator = torch.Generator().manual_seed(1)
+    centre = 3 * torch.randn(2, dim, generator=generator)
+    kind = torch.arange(num) % 2
+    return centre[kind] + 0.5 * torch.randn(num, dim, generator=generator), kind
+
+
+def alike(x):
+    """Tokens that all weigh the same."""
+    return clusters.Tokens(x, torch.ones(len(x)))
+
+
+def error(found, ffn, x):
+    return float((found(x) - ffn(x)).norm() / ffn(x).norm())
+
+
+@pytest.fixture(scope="module")
+def dense():
+    torch.manual_seed(0)
+    return timm.create_model("test_vit").eval()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(8, 3, 160, 160, generator=generator) for _ in range(3)]
+
+
+def convert(dense, batches, **options):
+    options = {"num_experts": 3, "top_k": 1, "blocks": [2, 5], **options}
+    generator = torch.Generator().manual_seed(0)
+    return ermoe.upcycle(dense, init="clusters", calibration=batches, generator=generator, **options)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_full_width_and_rank_give_the_network_itself(gated, bias):
+    ffn = network(gated=gated, bias=bias)
+    assert clusters.fitted(ffn, alike(two_kinds()[0]), 32, 12) is ffn
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [(16, None), (32, 6), (20, 8)])
+def test_a_network_fitted_to_one_kind_of_token_is_nearer_than_one_for_all(gated, bias, size):
+    ffn = network(gated=gated, bias=bias)
+    x, kind = two_kinds()
+    own = x[kind == 0]
+    assert error(clusters.fitted(ffn, alike(own), *size), ffn, own) < error(
+        clusters.fitted(ffn, alike(x), *size), ffn, own
+    )
+
+
+def test_fitted_weights_have_the_rank_and_width_that_were_asked_for():
+    fitted = clusters.fitted(network(), alike(two_kinds()[0]), 20, 5)
+    assert fitted.up.W.shape == (12, 20)
+    assert [int(torch.linalg.matrix_rank(part.W, rtol=1e-5)) for part in (fitted.up, fitted.down)] == [5, 5]
+
+
+def test_the_mean_output_of_a_group_is_kept():
+    ffn, x = network(), two_kinds()[0]
+    fitted = clusters.fitted(ffn, alike(x), 10, 4)
+    torch.testing.assert_close(fitted(x).mean(0), ffn(x).mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_the_last_map_is_the_least_squares_one():
+    """Beside the slow twin: a ridge regression towards the dense weight, by stacking equations."""
+    ffn, x = network(), two_kinds()[0].double()
+    ffn = FFN(*(Linear(part.W.double(), part.b.double()) for part in (ffn.up, ffn.down)), ffn.act, ffn.norm)
+    fitted = clusters.fitted(ffn, alike(x), 16)
+    units = [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in fitted.up.W.mT]
+    hidden = ffn.hidden(x)[:, units]
+    a, y = hidden - hidden.mean(0), ffn(x) - ffn(x).mean(0)
+    share = 1e-3 * (1 + 100 * 16 / len(x))
+    ridge = (share * a.square().mean(0).mean() * len(x)).sqrt() * torch.eye(16).double()
+    wanted = torch.linalg.lstsq(torch.cat([a, ridge]), torch.cat([y, ridge @ ffn.down.W[units]])).solution
+    torch.testing.assert_close(fitted.down.W, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_moments_are_those_of_all_rows_at_once():
+    x, weight = torch.randn(100, 5) + 1, torch.rand(100)
+    moments = clusters._Moments.over(zip(x.split(33), weight.split(33), strict=True))
+    torch.testing.assert_close(moments.mean, (x * weight[:, None]).sum(0).double() / weight.double().sum())
+    wanted = torch.cov(x.double().T, correction=0, aweights=weight.double())
+    torch.testing.assert_close(moments.covariance(centred=True), wanted, atol=1e-5, rtol=1e-5)
+    about_zero = (x.T * weight @ x).double() / weight.double().sum()
+    torch.testing.assert_close(moments.covariance(centred=False), about_zero, atol=1e-5, rtol=1e-5)
+
+
+def test_no_entering_weight_of_that_rank_is_better():
+    """Eckart–Young on the outputs themselves, each weighed by √ω."""
+    ffn = network()
+    x = torch.randn(400, 12, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 2, 12) + 0.5
+    cut = clusters._cut(ffn, alike(x), 4)
+    (slope,) = clusters._squared_slopes(ffn, x)
+    weighed = (slope * ffn.down.W.double().square().sum(1)).sqrt()
+    centred = (x - x.mean(0)).double()
+    error = (centred @ (ffn.up.W.double() - cut.up.W.double()) * weighed).norm()
+    best = torch.linalg.svdvals(centred @ ffn.up.W.double() * weighed)[4:].norm()
+    assert float(error) == pytest.approx(float(best), rel=0.01)
+    torch.testing.assert_close(cut.up(x).mean(0), ffn.up(x).mean(0), atol=1e-4, rtol=1e-4)  # the bias takes it up
+
+
+def test_errors_of_widths_are_those_of_fitted_networks():
+    ffn, x = network(), two_kinds(20_000)[0]
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
+    (found,) = clusters.errors_of_widths(ffn, alike(x), 1, [16])
+    wanted = float((clusters.fitted(ffn, alike(x), 16)(x) - ffn(x)).square().sum(1).mean())
+    assert found == pytest.approx(wanted, rel=0.05)
+
+
+def test_groups_are_equally_large_and_like_goes_with_like():
+    x, kind = two_kinds()
+    group = clusters.group(x, 2, torch.Generator().manual_seed(0))
+    assert group.bincount().tolist() == [1000, 1000]
+    assert float((group == kind).float().mean()) in (0.0, 1.0)
+
+
+def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
+    sample = clusters.TokenSample(1000, seed=0)
+    for start in range(0, 20_000, 500):
+        sample.add(torch.arange(start, start + 500.0).unsqueeze(1))
+    kept = sample.rows()
+    assert kept.shape == (1000, 1)
+    assert len(kept.unique()) > 950  # two of a batch may draw one place
+    assert float(kept.mean()) == pytest.approx(10_000, rel=0.06)
+
+
+def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
+    """Of the last block nothing but the class token is looked at."""
+    blocks = {str(index): (dense.blocks[index], family_of(dense).ffn(dense.blocks[index])) for index in (2, 5)}
+    requires = [parameter.requires_grad for parameter in dense.parameters()]
+    tokens = clusters.sample_tokens(dense, blocks, batches[:1])
+    assert [parameter.requires_grad for parameter in dense.parameters()] == requires
+    last = tokens["5"].weight_T.sort(descending=True).values
+    assert float(last[len(batches[0]) - 1] / last[len(batches[0])]) > 100
+    assert all(float(found.weight_T.mean()) == pytest.approx(1, rel=1e-5) for found in tokens.values())
+
+
+def test_heavy_tokens_are_fitted_more_closely():
+    ffn, (x, kind) = network(), two_kinds()
+    first = clusters.Tokens(x, torch.where(kind == 0, 1.99, 0.01))
+    own = x[kind == 0]
+    assert error(clusters.fitted(ffn, first, 12), ffn, own) < error(clusters.fitted(ffn, alike(x), 12), ffn, own)
+
+
+def test_full_size_keeps_outputs_and_routes_by_content(dense, batches):
+    sparse = convert(dense, batches)
+    torch.testing.assert_close(sparse(batches[0]), dense(batches[0]), atol=1e-5, rtol=1e-4)
+    with ermoe.record_routing(sparse) as routing:
+        sparse(batches[1])
+    assert all(figures["load_cv2"] < 0.2 for figures in routing.summary().values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_dim": 128},
+        {"rank": 24},
+        {"rank": 24, "routing_basis": "experts"},
+        {"experts": "dense", "hidden_dim": 96},
+    ],
+    ids=str,
+)
+def test_smaller_experts_say_how_near_they_come(dense, batches, options):
+    sparse = convert(dense, batches, **options)
+    assert list(sparse.group_fits) == ["blocks.2", "blocks.5"]
+    for name, fit in sparse.group_fits.items():
+        assert 0 < fit.error < 1
+        assert sparse.output_error[name] == fit.error
+    for layer in moe_layers(sparse).values():
+        for part in layer.experts.linears():
+            for basis in [getattr(part, side) for side in ("U", "V") if hasattr(part, side)]:
+                assert float(orthonormality_error(basis.detach()).max()) < 1e-5
+
+
+def test_a_width_for_each_block_survives_saving(dense, batches, tmp_path):
+    sparse = convert(dense, batches, experts="dense", hidden_dim=[96, 128])
+    ermoe.save(sparse, tmp_path / "model")
+    again = ermoe.load(tmp_path / "model").eval()
+    assert torch.equal(again(batches[0]), sparse(batches[0]))
+    widths = [layer.experts.size[0] for layer in moe_layers(again).values()]
+    assert widths == [96, 128]
+
+
+def test_two_experts_a_token(dense, batches):
+    sparse = convert(dense, batches, top_k=2, hidden_dim=128)
+    assert torch.isfinite(sparse(batches[0])).all()
+
+
+def test_a_lower_rank_of_equal_experts_is_fitted_too(dense, batches):
+    plain, fitted = (ermoe.upcycle(dense, rank=24, blocks=[5], calibration=given) for given in (None, batches))
+    ffn = family_of(dense).ffn(dense.blocks[5])
+    x = clusters.sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
+    wanted = ffn(x)
+
+    @torch.no_grad()
+    def distance(model):
+        counts = torch.tensor([len(x), *[0] * 7])
+        return float((model.blocks[5].mlp.experts(x, counts) - wanted).norm())
+
+    assert distance(fitted) < distance(plain)
+
+
+def test_the_dense_model_stays_as_it_was(dense, batches):
+    before = copy.deepcopy(dense.state_dict())
+    convert(dense, batches, hidden_dim=96)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calibration": None}, "pass calibration="),
+        ({"calibration": iter([torch.zeros(1, 3, 160, 160)])}, "goes through them twice"),
+        ({"router": "v-moe"}, "use router='eigen'"),
+        ({"hidden_dim": 0}, "hidden_dim=0: need a positive whole number"),
+        ({"hidden_dim": 1000}, "the dense network has 192 hidden units"),
+        ({"hidden_dim": [64]}, "one for each of the 2 blocks"),
+        ({"score": "eigenbasis"}, "only score='prototype'"),
+        ({"routing_basis": "borrowed"}, "use 'experts', 'own' or 'shared'"),
+        ({"experts": "dense", "routing_basis": "experts"}, "dense experts have no basis"),
+    ],
+)
+def test_what_cannot_be_grouped_is_refused_with_a_remedy(dense, batches, options, message):
+    options = {"calibration": batches, "num_experts": 3, "blocks": [2, 5], **options}
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        ermoe.upcycle(dense, init="clusters", **options)
+
+
+def test_too_few_tokens_are_refused():
+    model = timm.create_model("test_vit", img_size=32)
+    with pytest.raises(UserError, match="tokens for 8 experts: pass more images"):
+        ermoe.upcycle(model, init="clusters", calibration=[torch.randn(1, 3, 32, 32)])
