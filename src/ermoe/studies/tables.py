@@ -44,9 +44,9 @@ class Table:
 
     def terminal(self, *, bold: str | None = None) -> TerminalTable:
         """For the terminal; the row about ``bold`` stands out."""
-        table = TerminalTable(box=box.SIMPLE, header_style="bold")
+        table = TerminalTable(box=box.SIMPLE, header_style="bold", pad_edge=False, collapse_padding=True)
         for index, name in enumerate(self.header):
-            table.add_column(name, justify="left" if index == 0 else "right")
+            table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*row, style="bold" if row[0] == bold else None)
         return table
