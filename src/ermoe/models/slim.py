@@ -145,9 +145,8 @@ def slim(
         calibration=calibration,
         generator=torch.Generator().manual_seed(seed),
     )
-    figures = distill(
-        slimmed, model, batches, held_out=held_out, folder=folder, compute=compute, seed=seed, **distillation
-    )
+    given: dict[str, Any] = {"calibration": calibration, "held_out": held_out, "folder": folder, "compute": compute}
+    figures = distill(slimmed, model, batches, seed=seed, **given, **distillation)
     return _described(slimmed, model, figures)
 
 

@@ -84,6 +84,7 @@ def distill(
     teacher: nn.Module,
     batches: Iterable[Any] | Loader[Any],
     *,
+    calibration: Iterable[Any] | None = None,
     held_out: Iterable[Any] | None = None,
     folder: StrPath | None = None,
     compute: Compute | None = None,
@@ -95,6 +96,7 @@ def distill(
         model: what `ermoe.upcycle` made of ``teacher``.
         teacher: the dense model, which stays as it is.
         batches: a list of batches or a data loader; labels are ignored.
+        calibration: batches on which offsets are settled, where ``batches`` are augmented and these are not.
         held_out: other batches, on which the two are compared; by default the first few of ``batches``.
         folder: where checkpoints go, so that a run that was stopped goes on; without it, nothing is kept.
         compute: device, processes and console.
@@ -119,7 +121,7 @@ def distill(
     teacher = teacher.to(compute.device).eval()
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)
-        pair = _Pair(model, teacher, steps, judged, compute)
+        pair = _Pair(model, teacher, steps, judged, compute, calibration)
         figures: dict[str, float] = {}
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         if chosen.layer_epochs:
@@ -184,6 +186,7 @@ class _Pair:
     steps: _Steps
     held_out: Iterable[Any]
     compute: Compute
+    calibration: Iterable[Any] | None
     networks: dict[str, FFN] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,8 +233,9 @@ class _Pair:
 
     def settle(self) -> str | None:
         """Offsets for the tokens that layers meet now, on the first few batches."""
-        batches = (self.images(batch) for batch in islice(self.steps.epoch(0), _BATCHES_TO_SETTLE))
-        return "the first batches" if settle_offsets(self.model, batches) else None
+        batches = self.steps.epoch(0) if self.calibration is None else self.calibration
+        images = (self.images(batch) for batch in islice(batches, _BATCHES_TO_SETTLE))
+        return f"the first {_BATCHES_TO_SETTLE} batches" if settle_offsets(self.model, images) else None
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
