@@ -1,7 +1,7 @@
 """A sparse model that is faster than the dense one it came from: one expert a token, narrower than the dense network.
 
 Which blocks get experts, and how wide they are, is chosen by error per operation. The error of a width is known in
-closed form (`ermoe.models.clusters.errors_of_widths`), and so is, to second order, what it does to the answers. Widths
+closed form (`ermoe.models.fitting.errors_of_widths`), and so is, to second order, what it does to the answers. Widths
 shrink step by step, always where the answers change least for an operation saved, until the whole model is within its
 budget.
 The experts are fitted to groups of tokens, and the model learns its dense form's answers (`ermoe.distill`).
@@ -21,8 +21,9 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.files import StrPath
 from ermoe.models.backbones import FFN, SparseBlock, family_of
-from ermoe.models.clusters import errors_of_widths, sample_tokens
+from ermoe.models.clusters import errors_by_groups
 from ermoe.models.count import count
+from ermoe.models.fitting import sample_tokens
 from ermoe.models.upcycle import upcycle
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
@@ -183,7 +184,7 @@ def choose_widths(model: nn.Module, calibration: Iterable[Any], budget: float, n
     for name, ffn in networks.items():
         own = tokens.pop(name)
         widths = [_width(ffn, step) for step in range(1, _STEPS)]
-        errors = errors_of_widths(ffn, own, num_experts, widths)
+        errors = errors_by_groups(ffn, own, num_experts, widths)
         harm[name] = [own.cost * error for error in (*errors, 0.0)]
     to_save = (1 - budget) * count(model).flops.total
     chosen = _shrink(networks, harm, to_save, family.num_tokens(model), num_experts)

@@ -8,7 +8,7 @@ import torch
 
 import ermoe
 from ermoe.errors import UserError
-from ermoe.models import clusters
+from ermoe.models import clusters, fitting
 from ermoe.models.backbones import FFN, Linear, family_of
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
@@ -36,7 +36,7 @@ def two_kinds(num=2000, dim=12):
 
 def alike(x):
     """Tokens that all weigh the same."""
-    return clusters.Tokens(x, torch.ones(len(x)))
+    return fitting.Tokens(x, torch.ones(len(x)))
 
 
 def error(found, ffn, x):
@@ -65,7 +65,7 @@ def convert(dense, batches, **options):
 @pytest.mark.parametrize("bias", [False, True])
 def test_full_width_and_rank_give_the_network_itself(gated, bias):
     ffn = network(gated=gated, bias=bias)
-    assert clusters.fitted(ffn, alike(two_kinds()[0]), 32, 12) is ffn
+    assert fitting.fitted(ffn, alike(two_kinds()[0]), 32, 12) is ffn
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -75,20 +75,20 @@ def test_a_network_fitted_to_one_kind_of_token_is_nearer_than_one_for_all(gated,
     ffn = network(gated=gated, bias=bias)
     x, kind = two_kinds()
     own = x[kind == 0]
-    assert error(clusters.fitted(ffn, alike(own), *size), ffn, own) < error(
-        clusters.fitted(ffn, alike(x), *size), ffn, own
+    assert error(fitting.fitted(ffn, alike(own), *size), ffn, own) < error(
+        fitting.fitted(ffn, alike(x), *size), ffn, own
     )
 
 
 def test_fitted_weights_have_the_rank_and_width_that_were_asked_for():
-    fitted = clusters.fitted(network(), alike(two_kinds()[0]), 20, 5)
+    fitted = fitting.fitted(network(), alike(two_kinds()[0]), 20, 5)
     assert fitted.up.W.shape == (12, 20)
     assert [int(torch.linalg.matrix_rank(part.W, rtol=1e-5)) for part in (fitted.up, fitted.down)] == [5, 5]
 
 
 def test_the_mean_output_of_a_group_is_kept():
     ffn, x = network(), two_kinds()[0]
-    fitted = clusters.fitted(ffn, alike(x), 10, 4)
+    fitted = fitting.fitted(ffn, alike(x), 10, 4)
     torch.testing.assert_close(fitted(x).mean(0), ffn(x).mean(0), atol=1e-5, rtol=1e-4)
 
 
@@ -96,7 +96,7 @@ def test_the_last_map_is_the_least_squares_one():
     """Beside the slow twin: a ridge regression towards the dense weight, by stacking equations."""
     ffn, x = network(), two_kinds()[0].double()
     ffn = FFN(*(Linear(part.W.double(), part.b.double()) for part in (ffn.up, ffn.down)), ffn.act, ffn.norm)
-    fitted = clusters.fitted(ffn, alike(x), 16)
+    fitted = fitting.fitted(ffn, alike(x), 16)
     units = [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in fitted.up.W.mT]
     hidden = ffn.hidden(x)[:, units]
     a, y = hidden - hidden.mean(0), ffn(x) - ffn(x).mean(0)
@@ -108,7 +108,7 @@ def test_the_last_map_is_the_least_squares_one():
 
 def test_moments_are_those_of_all_rows_at_once():
     x, weight = torch.randn(100, 5) + 1, torch.rand(100)
-    moments = clusters._Moments.over(zip(x.split(33), weight.split(33), strict=True))
+    moments = fitting._Moments.over(zip(x.split(33), weight.split(33), strict=True))
     torch.testing.assert_close(moments.mean, (x * weight[:, None]).sum(0).double() / weight.double().sum())
     wanted = torch.cov(x.double().T, correction=0, aweights=weight.double())
     torch.testing.assert_close(moments.covariance(centred=True), wanted, atol=1e-5, rtol=1e-5)
@@ -120,8 +120,8 @@ def test_no_entering_weight_of_that_rank_is_better():
     """Eckart–Young on the outputs themselves, each weighed by √ω."""
     ffn = network()
     x = torch.randn(400, 12, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 2, 12) + 0.5
-    cut = clusters._cut(ffn, alike(x), 4)
-    (slope,) = clusters._squared_slopes(ffn, x)
+    cut = fitting._cut(ffn, alike(x), 4)
+    (slope,) = fitting._squared_slopes(ffn, x)
     weighed = (slope * ffn.down.W.double().square().sum(1)).sqrt()
     centred = (x - x.mean(0)).double()
     error = (centred @ (ffn.up.W.double() - cut.up.W.double()) * weighed).norm()
@@ -133,8 +133,8 @@ def test_no_entering_weight_of_that_rank_is_better():
 def test_errors_of_widths_are_those_of_fitted_networks():
     ffn, x = network(), two_kinds(20_000)[0]
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
-    (found,) = clusters.errors_of_widths(ffn, alike(x), 1, [16])
-    wanted = float((clusters.fitted(ffn, alike(x), 16)(x) - ffn(x)).square().sum(1).mean())
+    (found,) = fitting.errors_of_widths(ffn, alike(x), [16])
+    wanted = float((fitting.fitted(ffn, alike(x), 16)(x) - ffn(x)).square().sum(1).mean())
     assert found == pytest.approx(wanted, rel=0.05)
 
 
@@ -146,7 +146,7 @@ def test_groups_are_equally_large_and_like_goes_with_like():
 
 
 def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
-    sample = clusters.TokenSample(1000, seed=0)
+    sample = fitting.TokenSample(1000, seed=0)
     for start in range(0, 20_000, 500):
         sample.add(torch.arange(start, start + 500.0).unsqueeze(1))
     kept = sample.rows()
@@ -159,7 +159,7 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
     """Of the last block nothing but the class token is looked at."""
     blocks = {str(index): (dense.blocks[index], family_of(dense).ffn(dense.blocks[index])) for index in (2, 5)}
     requires = [parameter.requires_grad for parameter in dense.parameters()]
-    tokens = clusters.sample_tokens(dense, blocks, batches[:1])
+    tokens = fitting.sample_tokens(dense, blocks, batches[:1])
     assert [parameter.requires_grad for parameter in dense.parameters()] == requires
     last = tokens["5"].weight_T.sort(descending=True).values
     assert float(last[len(batches[0]) - 1] / last[len(batches[0])]) > 100
@@ -168,9 +168,9 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
 
 def test_heavy_tokens_are_fitted_more_closely():
     ffn, (x, kind) = network(), two_kinds()
-    first = clusters.Tokens(x, torch.where(kind == 0, 1.99, 0.01))
+    first = fitting.Tokens(x, torch.where(kind == 0, 1.99, 0.01))
     own = x[kind == 0]
-    assert error(clusters.fitted(ffn, first, 12), ffn, own) < error(clusters.fitted(ffn, alike(x), 12), ffn, own)
+    assert error(fitting.fitted(ffn, first, 12), ffn, own) < error(fitting.fitted(ffn, alike(x), 12), ffn, own)
 
 
 def test_full_size_keeps_outputs_and_routes_by_content(dense, batches):
@@ -220,7 +220,7 @@ def test_two_experts_a_token(dense, batches):
 def test_a_lower_rank_of_equal_experts_is_fitted_too(dense, batches):
     plain, fitted = (ermoe.upcycle(dense, rank=24, blocks=[5], calibration=given) for given in (None, batches))
     ffn = family_of(dense).ffn(dense.blocks[5])
-    x = clusters.sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
+    x = fitting.sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
     wanted = ffn(x)
 
     @torch.no_grad()

@@ -1,0 +1,296 @@
+"""Small networks fitted to tokens: the nearest to a dense one that a hidden width and a rank allow, in closed form.
+
+- The hidden units are kept whose outputs vary most, Var[a_j] ‖W2_j‖² (what is constant goes to the bias).
+- An entering weight is cut to rank R where the loss hurts least: Ŵ minimises E‖((x − μ)(W − Ŵ)) √ω‖² with
+  ω_j = E[(∂a_j/∂h_j)²] ‖W2_j‖², so that a unit which is off, or which W2 ignores, costs nothing.
+- W2 is solved for what is left: the map of rank R from the network's own hidden layer to the dense outputs y,
+  argmin_B E‖(a − ā) B − (y − ȳ)‖² + λ ‖B − W2‖², with a bias that restores the mean.
+
+Expectations are over tokens by what they mean for the answer. An error Δ in the output of a network changes the model's
+answers by KL ≈ ½ E[(g·Δ)²], with g the gradient of the log-probability of a class drawn from the model's own answer
+(the Fisher information). So tokens are weighed by ‖g‖: the class token of a last block is nearly all that matters
+there, though it is one of hundreds.
+
+Letters: T tokens, D model width, H hidden width, R rank, k hidden units that are kept, n columns of any rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ermoe.models.backbones import FFN, Linear, dense_network
+from ermoe.models.passes import evaluating, outputs
+
+_MAX_TOKENS = 131_072
+_TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
+_TOKENS_FOR_SLOPES = 16_384
+_RIDGE = 1e-3  # of a mean variance
+_RIDGE_OF_FEW = 100
+_LEAST_WEIGHT = 0.1  # of the mean
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens x (T, D) that enter a network, their weights (T,) of mean 1, and what an error there costs the answers.
+
+    ``cost`` is the mean of ‖g‖² over tokens: KL a token for an error of length √(2 D).
+    """
+
+    x_TD: Tensor
+    weight_T: Tensor
+    cost: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.x_TD)
+
+    def where(self, chosen_T: Tensor) -> Tokens:
+        """Some of them."""
+        return Tokens(self.x_TD[chosen_T], self.weight_T[chosen_T], self.cost)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """A few thousand tokens and their weights at a time."""
+        return zip(self.x_TD.split(_TOKENS_AT_ONCE), self.weight_T.split(_TOKENS_AT_ONCE), strict=True)
+
+
+class TokenSample:
+    """At most ``max_tokens`` of the rows that pass by, each as likely to be kept as any other."""
+
+    def __init__(self, max_tokens: int, seed: int) -> None:
+        self._max_tokens = max_tokens
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept_TD: Tensor | None = None
+        self._seen = 0
+
+    def add(self, x_TD: Tensor) -> None:
+        """Keeps some of the rows, in the places of others once the sample is full."""
+        if self._kept_TD is None:
+            self._kept_TD = x_TD.new_empty(self._max_tokens, x_TD.shape[1])
+        number_T = torch.arange(self._seen, self._seen + len(x_TD))
+        # Reservoir sampling: the n-th row takes a random place among n, if it is one of the sample's.
+        drawn_T = (torch.rand(len(x_TD), generator=self._generator, dtype=torch.float64) * (number_T + 1)).long()
+        place_T = torch.where(number_T < self._max_tokens, number_T, drawn_T)
+        fits_T = place_T < self._max_tokens
+        self._kept_TD[place_T[fits_T].to(x_TD.device)] = x_TD[fits_T.to(x_TD.device)]
+        self._seen += len(x_TD)
+
+    def rows(self) -> Tensor:
+        """What was kept, in random order, so that the first few are a sample as well."""
+        assert self._kept_TD is not None
+        kept_TD = self._kept_TD[: self._seen]
+        return kept_TD[torch.randperm(len(kept_TD), generator=self._generator).to(kept_TD.device)]
+
+
+def sample_tokens(
+    model: nn.Module, blocks: dict[str, tuple[nn.Module, FFN]], batches: Iterable[Any], *, max_tokens: int = _MAX_TOKENS
+) -> dict[str, Tokens]:
+    """Tokens that enter the networks of some dense blocks while the model runs over ``batches``, by name."""
+    samples = {name: TokenSample(max_tokens, seed=0) for name in blocks}
+    generator = torch.Generator().manual_seed(0)
+    entered: dict[str, Tensor] = {}
+    left: dict[str, Tensor] = {}
+
+    def enters(name: str) -> Any:
+        return lambda norm, args, z: entered.update({name: z.detach()})
+
+    def leaves(name: str) -> Any:
+        def hook(network: nn.Module, args: object, y: Tensor) -> Tensor:
+            left[name] = y if y.requires_grad else y.detach().requires_grad_()
+            return left[name]
+
+        return hook
+
+    learns = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    with evaluating(model), ExitStack() as hooks:
+        for parameter in learns:  # gradients are wanted of what networks say, and of nothing else
+            hooks.callback(parameter.requires_grad_, learns[parameter])
+            parameter.requires_grad_(False)
+        for name, (block, ffn) in blocks.items():
+            hooks.callback(ffn.norm.register_forward_hook(enters(name)).remove)
+            hooks.callback(dense_network(block).register_forward_hook(leaves(name)).remove)
+        for output in outputs(model, batches):
+            gradients = torch.autograd.grad(_log_probability(output, generator), list(left.values()))
+            for name, gradient in zip(left, gradients, strict=True):
+                cost_T = gradient.float().square().sum(-1).flatten()
+                x_TD = entered[name].flatten(0, -2).float()
+                samples[name].add(torch.cat([x_TD, cost_T.unsqueeze(1)], 1))
+    return {name: _weighed(sample.rows()) for name, sample in samples.items()}
+
+
+def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
+    """Σ over images of log p(c), with the class c drawn from p, the answer itself."""
+    answer_BC = getattr(output, "logits", output)
+    answer_BC = answer_BC.float().flatten(0, -2).log_softmax(-1)
+    drawn_B = torch.multinomial(answer_BC.detach().exp().cpu(), 1, generator=generator).to(answer_BC.device)
+    log_probability: Tensor = answer_BC.gather(1, drawn_B).sum()
+    return log_probability
+
+
+def _weighed(row_TD: Tensor) -> Tokens:
+    cost_T = row_TD[:, -1]
+    length_T = cost_T.sqrt()  # ‖g‖ and not its square: a few tokens would leave too little to fit to
+    length_T = length_T + _LEAST_WEIGHT * length_T.mean() + 1e-30
+    return Tokens(row_TD[:, :-1], length_T / length_T.mean(), float(cost_T.mean()))
+
+
+def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN:
+    """The network of the given hidden width and rank that comes nearest to ``ffn`` on the tokens, in closed form.
+
+    Full width and rank give the network itself.
+    """
+    network = _narrowed(ffn, tokens, width)
+    if rank is None or rank >= min(network.up.W.shape):
+        return network
+    network = _cut(network, tokens, rank)
+    return replace(network, down=_solved(network, ffn, tokens, rank))
+
+
+@torch.no_grad()
+def errors_of_widths(ffn: FFN, tokens: Tokens, widths: Sequence[int]) -> list[float]:
+    """Weighted mean of ‖ŷ − y‖² over tokens for `fitted` networks of each of the ``widths``, in closed form.
+
+    With S the covariance of hidden units, of which k are kept and mapped by B, it is
+    tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B). Units and B are chosen by one half of the tokens, S is that of the other:
+    where few tokens matter, a fit says little about others like them.
+    """
+    weight_HD = ffn.down.W.double()
+    half_T = torch.arange(len(tokens), device=tokens.x_TD.device) % 2 == 0
+    chosen_by, judged_by = (
+        _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in half.parts())
+        for half in (tokens.where(half_T), tokens.where(~half_T))
+    )
+    known_HH, other_HH = (moments.covariance(centred=ffn.has_bias) for moments in (chosen_by, judged_by))
+    order_H = _by_part(known_HH, weight_HD)
+    whole = float(((other_HH @ weight_HD) * weight_HD).sum())
+    errors = []
+    for width in widths:
+        kept = order_H[:width]
+        prior_kD, seen_kD = weight_HD[kept], known_HH[kept] @ weight_HD
+        solved_kD = _regression(known_HH[kept][:, kept], seen_kD, prior=prior_kD, num_tokens=chosen_by.num)
+        explained_kD = 2 * other_HH[kept] @ weight_HD - other_HH[kept][:, kept] @ solved_kD
+        errors.append(max(whole - float((solved_kD * explained_kD).sum()), 0.0))
+    return errors
+
+
+def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
+    """Hidden units by how much their parts of the output, a_j W2_j, vary over the tokens, most first."""
+    return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
+
+
+def _regression(covariance_HH: Tensor, with_output_HD: Tensor, prior: Tensor, num_tokens: float) -> Tensor:
+    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]; the fewer tokens a unit, the larger is λ."""
+    ridge = _RIDGE * (1 + _RIDGE_OF_FEW * len(covariance_HH) / num_tokens)
+    solved_HD: Tensor = torch.linalg.solve(_ridged(covariance_HH, ridge), with_output_HD - covariance_HH @ prior)
+    return prior + solved_HD
+
+
+def _ridged(covariance: Tensor, ridge: float = _RIDGE) -> Tensor:
+    return covariance + ridge * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+
+
+def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
+    """The network with those ``width`` hidden units whose part of the output varies most, and its last map solved."""
+    if width >= ffn.hidden_dim:
+        return ffn
+    moments = _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in tokens.parts())
+    covariance_HH, weight_HD = moments.covariance(centred=ffn.has_bias), ffn.down.W.double()
+    kept = _by_part(covariance_HH, weight_HD)[:width].sort().values
+    # The dense outputs are a W2 + b2, so what is known of a is all that a regression on them needs.
+    with_output_kD = covariance_HH[kept] @ weight_HD
+    solved_kD = _regression(covariance_HH[kept][:, kept], with_output_kD, weight_HD[kept], moments.num)
+    bias = None
+    if ffn.has_bias:
+        bias = moments.mean @ weight_HD - moments.mean[kept] @ solved_kD
+        bias = (bias if ffn.down.b is None else bias + ffn.down.b).to(ffn.down.W.dtype)
+
+    def columns(linear: Linear) -> Linear:
+        return Linear(linear.W[:, kept], None if linear.b is None else linear.b[kept])
+
+    gate = None if ffn.gate is None else columns(ffn.gate)
+    return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(solved_kD.to(ffn.down.W.dtype), bias))
+
+
+def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
+    """The network with entering weights of lower rank, cut in the metric ω."""
+    moments = _Moments.over(tokens.parts())
+    covariance_DD = _ridged(moments.covariance(centred=ffn.has_bias))
+    weight_H = ffn.down.W.double().square().sum(1)
+    eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
+    root_D = eigenvalue_D.clamp_min(1e-30).sqrt()
+
+    def cut(linear: Linear, slope_H: Tensor) -> Linear:
+        W = linear.W.double()
+        coloured_DH = root_D.unsqueeze(1) * (eigenvector_DD.mT @ W)  # √C W, up to a rotation
+        weighted_DH = coloured_DH * (slope_H * weight_H).sqrt()
+        left_DR = torch.linalg.eigh(weighted_DH @ weighted_DH.mT)[1][:, -rank:]
+        truncated = (eigenvector_DD / root_D) @ (left_DR @ (left_DR.mT @ coloured_DH))
+        bias = None if linear.b is None else linear.b + (moments.mean @ (W - truncated)).to(linear.b.dtype)
+        return Linear(truncated.to(linear.W.dtype), bias)
+
+    slopes = _squared_slopes(ffn, tokens.x_TD)
+    if ffn.gate is None:
+        return replace(ffn, up=cut(ffn.up, slopes[0]))
+    return replace(ffn, gate=cut(ffn.gate, slopes[0]), up=cut(ffn.up, slopes[1]))
+
+
+def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
+    """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each."""
+    entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
+    totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
+    x_TD = x_TD[:_TOKENS_FOR_SLOPES]
+    for x in x_TD.split(_TOKENS_AT_ONCE):
+        with torch.enable_grad():
+            pre = [linear(x).detach().requires_grad_() for linear in entries]
+            hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
+            slopes = torch.autograd.grad(hidden.sum(), pre)
+        for total, slope in zip(totals, slopes, strict=True):
+            total += slope.square().sum(0).double()
+    return [total / len(x_TD) for total in totals]
+
+
+def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
+    """The last map of ``network``, solved so that its outputs come nearest to those of ``ffn`` on the tokens."""
+    # Moments of the hidden layer beside the outputs: the blocks of their joint covariance are all that is needed.
+    joint = _Moments.over((torch.cat([network.hidden(x), ffn(x)], 1), weight_T) for x, weight_T in tokens.parts())
+    width = network.hidden_dim
+    covariance = joint.covariance(centred=ffn.has_bias)
+    hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
+    solved_HD = _regression(hidden_HH, hidden_output_HD, network.down.W.double(), joint.num)
+    # the R directions in which the outputs vary most
+    principal_DR = torch.linalg.eigh(solved_HD.mT @ hidden_HH @ solved_HD)[1][:, -rank:]
+    solved_HD = (solved_HD @ principal_DR) @ principal_DR.mT
+    bias = joint.mean[width:] - joint.mean[:width] @ solved_HD if ffn.has_bias else None
+    dtype = network.down.W.dtype
+    return Linear(solved_HD.to(dtype), None if bias is None else bias.to(dtype))
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Weighted mean (n,) and second moments (n, n) of rows, in double precision.
+
+    ``num`` is the number of equally heavy rows that would say as much, (Σ w)² / Σ w².
+    """
+
+    mean: Tensor
+    second: Tensor
+    num: float
+
+    @classmethod
+    def over(cls, parts: Iterable[tuple[Tensor, Tensor]]) -> _Moments:
+        total = square = weight = weight_squared = torch.zeros(())
+        for row_Tn, weight_T in parts:
+            weighed_Tn = row_Tn * weight_T.unsqueeze(1).to(row_Tn.dtype)
+            total = total + weighed_Tn.sum(0).double()
+            square = square + (row_Tn.mT @ weighed_Tn).double()  # exact enough: a few thousand rows at once
+            weight = weight + weight_T.double().sum()
+            weight_squared = weight_squared + weight_T.double().square().sum()
+        return cls(total / weight, square / weight, float(weight.square() / weight_squared))
+
+    def covariance(self, *, centred: bool) -> Tensor:
+        """About the mean, or about zero: without biases nothing could take up what is done to the mean."""
+        return self.second - torch.outer(self.mean, self.mean) if centred else self.second.clone()
