@@ -24,12 +24,12 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
 from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import svd
-from ermoe.models.fitting import Tokens, errors_of_widths, fitted
+from ermoe.models.fitting import errors_of_widths, fitted
 from ermoe.models.passes import evaluating
+from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
 from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, MoE, PrototypeScore, TopKRouter
 from ermoe.nn.scores import project
 
-_TOKENS_AT_ONCE = 8192
 _TOKENS_TO_GROUP = 16_384
 _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
@@ -88,7 +88,7 @@ def group(x_TD: Tensor, num_groups: int, generator: torch.Generator | None = Non
         offset_E = equal_load_offsets(nearness_TE, 1)
         centre_ED = _means(sample_TD, (nearness_TE + offset_E).argmax(1), num_groups)
     offset_E = equal_load_offsets(_nearness(sample_TD, centre_ED), 1)
-    return torch.cat([(_nearness(x, centre_ED) + offset_E).argmax(1) for x in x_TD.float().split(_TOKENS_AT_ONCE)])
+    return torch.cat([(_nearness(x, centre_ED) + offset_E).argmax(1) for x in x_TD.float().split(TOKENS_AT_ONCE)])
 
 
 def _spread_out(x_TD: Tensor, num_groups: int, generator: torch.Generator | None) -> Tensor:
@@ -171,7 +171,7 @@ def _scores(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
     score = layer.score
     assert score is not None
     basis = layer.experts.token_basis
-    return torch.cat([score(x, None, basis) for x in x_TD.split(_TOKENS_AT_ONCE)])
+    return torch.cat([score(x, None, basis) for x in x_TD.split(TOKENS_AT_ONCE)])
 
 
 def _routed(layer: MixtureLayer, x_TD: Tensor) -> Tensor:

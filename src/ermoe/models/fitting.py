@@ -6,136 +6,25 @@
 - W2 is solved for what is left: the map of rank R from the network's own hidden layer to the dense outputs y,
   argmin_B E‖(a − ā) B − (y − ȳ)‖² + λ ‖B − W2‖², with a bias that restores the mean.
 
-Expectations are over tokens by what they mean for the answer. An error Δ in the output of a network changes the model's
-answers by KL ≈ ½ E[(g·Δ)²], with g the gradient of the log-probability of a class drawn from the model's own answer
-(the Fisher information). So tokens are weighed by ‖g‖: the class token of a last block is nearly all that matters
-there, though it is one of hundreds.
+Expectations are over tokens by what they mean for the answer (`ermoe.models.tokens`).
 
 Letters: T tokens, D model width, H hidden width, R rank, k hidden units that are kept, n columns of any rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ermoe.models.backbones import FFN, Linear, dense_network
-from ermoe.models.passes import evaluating, outputs
+from ermoe.models.backbones import FFN, Linear
+from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
 
-_MAX_TOKENS = 131_072
-_TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
 _TOKENS_FOR_SLOPES = 16_384
 _RIDGE = 1e-3  # of a mean variance
 _RIDGE_OF_FEW = 100
-_LEAST_WEIGHT = 0.1  # of the mean
-
-
-@dataclass(slots=True)
-class Tokens:
-    """Tokens x (T, D) that enter a network, their weights (T,) of mean 1, and what an error there costs the answers.
-
-    ``cost`` is the mean of ‖g‖² over tokens: KL a token for an error of length √(2 D).
-    """
-
-    x_TD: Tensor
-    weight_T: Tensor
-    cost: float = 1.0
-
-    def __len__(self) -> int:
-        return len(self.x_TD)
-
-    def where(self, chosen_T: Tensor) -> Tokens:
-        """Some of them."""
-        return Tokens(self.x_TD[chosen_T], self.weight_T[chosen_T], self.cost)
-
-    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """A few thousand tokens and their weights at a time."""
-        return zip(self.x_TD.split(_TOKENS_AT_ONCE), self.weight_T.split(_TOKENS_AT_ONCE), strict=True)
-
-
-class TokenSample:
-    """At most ``max_tokens`` of the rows that pass by, each as likely to be kept as any other."""
-
-    def __init__(self, max_tokens: int, seed: int) -> None:
-        self._max_tokens = max_tokens
-        self._generator = torch.Generator().manual_seed(seed)
-        self._kept_TD: Tensor | None = None
-        self._seen = 0
-
-    def add(self, x_TD: Tensor) -> None:
-        """Keeps some of the rows, in the places of others once the sample is full."""
-        if self._kept_TD is None:
-            self._kept_TD = x_TD.new_empty(self._max_tokens, x_TD.shape[1])
-        number_T = torch.arange(self._seen, self._seen + len(x_TD))
-        # Reservoir sampling: the n-th row takes a random place among n, if it is one of the sample's.
-        drawn_T = (torch.rand(len(x_TD), generator=self._generator, dtype=torch.float64) * (number_T + 1)).long()
-        place_T = torch.where(number_T < self._max_tokens, number_T, drawn_T)
-        fits_T = place_T < self._max_tokens
-        self._kept_TD[place_T[fits_T].to(x_TD.device)] = x_TD[fits_T.to(x_TD.device)]
-        self._seen += len(x_TD)
-
-    def rows(self) -> Tensor:
-        """What was kept, in random order, so that the first few are a sample as well."""
-        assert self._kept_TD is not None
-        kept_TD = self._kept_TD[: self._seen]
-        return kept_TD[torch.randperm(len(kept_TD), generator=self._generator).to(kept_TD.device)]
-
-
-def sample_tokens(
-    model: nn.Module, blocks: dict[str, tuple[nn.Module, FFN]], batches: Iterable[Any], *, max_tokens: int = _MAX_TOKENS
-) -> dict[str, Tokens]:
-    """Tokens that enter the networks of some dense blocks while the model runs over ``batches``, by name."""
-    samples = {name: TokenSample(max_tokens, seed=0) for name in blocks}
-    generator = torch.Generator().manual_seed(0)
-    entered: dict[str, Tensor] = {}
-    left: dict[str, Tensor] = {}
-
-    def enters(name: str) -> Any:
-        return lambda norm, args, z: entered.update({name: z.detach()})
-
-    def leaves(name: str) -> Any:
-        def hook(network: nn.Module, args: object, y: Tensor) -> Tensor:
-            left[name] = y if y.requires_grad else y.detach().requires_grad_()
-            return left[name]
-
-        return hook
-
-    learns = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    with evaluating(model), ExitStack() as hooks:
-        for parameter in learns:  # gradients are wanted of what networks say, and of nothing else
-            hooks.callback(parameter.requires_grad_, learns[parameter])
-            parameter.requires_grad_(False)
-        for name, (block, ffn) in blocks.items():
-            hooks.callback(ffn.norm.register_forward_hook(enters(name)).remove)
-            hooks.callback(dense_network(block).register_forward_hook(leaves(name)).remove)
-        for output in outputs(model, batches):
-            gradients = torch.autograd.grad(_log_probability(output, generator), list(left.values()))
-            for name, gradient in zip(left, gradients, strict=True):
-                cost_T = gradient.float().square().sum(-1).flatten()
-                x_TD = entered[name].flatten(0, -2).float()
-                samples[name].add(torch.cat([x_TD, cost_T.unsqueeze(1)], 1))
-    return {name: _weighed(sample.rows()) for name, sample in samples.items()}
-
-
-def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
-    """Σ over images of log p(c), with the class c drawn from p, the answer itself."""
-    answer_BC = getattr(output, "logits", output)
-    answer_BC = answer_BC.float().flatten(0, -2).log_softmax(-1)
-    drawn_B = torch.multinomial(answer_BC.detach().exp().cpu(), 1, generator=generator).to(answer_BC.device)
-    log_probability: Tensor = answer_BC.gather(1, drawn_B).sum()
-    return log_probability
-
-
-def _weighed(row_TD: Tensor) -> Tokens:
-    cost_T = row_TD[:, -1]
-    length_T = cost_T.sqrt()  # ‖g‖ and not its square: a few tokens would leave too little to fit to
-    length_T = length_T + _LEAST_WEIGHT * length_T.mean() + 1e-30
-    return Tokens(row_TD[:, :-1], length_T / length_T.mean(), float(cost_T.mean()))
 
 
 def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN:
@@ -243,7 +132,7 @@ def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
     entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
     totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
     x_TD = x_TD[:_TOKENS_FOR_SLOPES]
-    for x in x_TD.split(_TOKENS_AT_ONCE):
+    for x in x_TD.split(TOKENS_AT_ONCE):
         with torch.enable_grad():
             pre = [linear(x).detach().requires_grad_() for linear in entries]
             hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]

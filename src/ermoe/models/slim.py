@@ -23,7 +23,7 @@ from ermoe.files import StrPath
 from ermoe.models.backbones import FFN, SparseBlock, family_of
 from ermoe.models.clusters import errors_by_groups
 from ermoe.models.count import count
-from ermoe.models.fitting import sample_tokens
+from ermoe.models.tokens import sample_tokens
 from ermoe.models.upcycle import upcycle
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill

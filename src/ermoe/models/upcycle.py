@@ -20,7 +20,8 @@ from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, fa
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clusters import GroupFit, fill_from_groups
 from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
-from ermoe.models.fitting import Tokens, fitted, sample_tokens
+from ermoe.models.fitting import fitted
+from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
 

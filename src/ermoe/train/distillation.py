@@ -1,10 +1,11 @@
 """A sparse model learns to answer as its dense teacher does, from images without labels: layer by layer, then whole.
 
 Layer by layer, every mixture learns to give the outputs of the dense network it stands for, on the tokens it really
-meets: the model runs, no gradient leaves a layer, and all layers learn at once. As a whole, the model learns the
-teacher's answers: KL(teacher ‖ model) of the class probabilities.
+meets: the model runs, no gradient leaves a layer, and all layers learn at once. Tokens weigh what they mean for the
+answer, position by position (`ermoe.models.tokens`). As a whole, the model learns the teacher's answers:
+KL(teacher ‖ model) of the class probabilities.
 
-Letters: B images, C classes, T tokens, D model width.
+Letters: B images, C classes, N tokens of an image, D model width.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ermoe.models.backbones import FFN, SparseBlock, family_of
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.freeze import freeze
 from ermoe.models.passes import evaluating, images_of, refuse_tensor
+from ermoe.models.tokens import Networks, tokens_and_costs, weights_of
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
@@ -36,6 +38,7 @@ from ermoe.train.loop import Task, fit
 from ermoe.train.settings import Training
 
 _BATCHES_TO_SETTLE = 16
+_BATCHES_TO_WEIGH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def distill(
 
     Returns:
         ``agreement``, the share of held-out images that both give the same class; ``divergence``, the mean
-        KL(teacher ‖ model); and ``layer_error``, the mean over layers of ‖ŷ − y‖ / ‖y‖.
+        KL(teacher ‖ model); and ``layer_error``, the mean over layers of ‖ŷ − y‖ / ‖y‖, tokens weighed.
 
     >>> import timm
     >>> from ermoe.models.upcycle import upcycle
@@ -188,19 +191,31 @@ class _Pair:
     compute: Compute
     calibration: Iterable[Any] | None
     networks: dict[str, FFN] = field(init=False)
+    weight_N: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         family = family_of(self.model)
         blocks, taught = family.blocks(self.model), family_of(self.teacher).blocks(self.teacher)
         if len(blocks) != len(taught) or any(isinstance(block, SparseBlock) for _, block in taught):
             raise UserError("the teacher is not the dense model that this one was made from: pass that one")
-        self.networks = {
-            f"{name}.mlp": family.ffn(dense)
+        stood_for = {
+            f"{name}.mlp": (dense, family.ffn(dense))
             for (name, block), (_, dense) in zip(blocks, taught, strict=True)
             if isinstance(block, SparseBlock)
         }
-        if not self.networks:
+        if not stood_for:
             raise UserError("this model has no experts: make it sparse with ermoe.upcycle first")
+        self.networks = {name: ffn for name, (_, ffn) in stood_for.items()}
+        self.weight_N = self._weights(stood_for)
+
+    def _weights(self, networks: Networks) -> dict[str, Tensor]:
+        """What the tokens of each position mean for the teacher's answers, by layer; of mean 1."""
+        images = (self.images(batch) for batch in islice(self.steps.epoch(0), _BATCHES_TO_WEIGH))
+        costs: dict[str, list[Tensor]] = {name: [] for name in networks}
+        for passed in tokens_and_costs(self.teacher, networks, images):
+            for name, (_, cost_BN) in passed.items():
+                costs[name].append(cost_BN.mean(0))
+        return {name: weights_of(torch.stack(cost).mean(0)) for name, cost in costs.items()}
 
     def images(self, batch: Any) -> Tensor:
         """Its images as the model takes them."""
@@ -208,7 +223,7 @@ class _Pair:
 
     @contextmanager
     def layer_errors(self) -> Iterator[dict[str, Tensor]]:
-        """Within it, every pass of the model yields Σ‖ŷ − y‖² / Σ‖y‖² by layer, and no gradient leaves a layer."""
+        """Within it, every pass of the model yields Σ w‖ŷ − y‖² / Σ w‖y‖² by layer, and no gradient leaves a layer."""
         errors: dict[str, Tensor] = {}
 
         def cut_off(layer: MixtureLayer, args: Any, kwargs: Any) -> Any:
@@ -216,11 +231,13 @@ class _Pair:
             return detached, {k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
         def compare(name: str, ffn: FFN) -> Any:
-            def hook(layer: MixtureLayer, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            def hook(layer: MixtureLayer, args: tuple[Tensor, ...], out_BND: Tensor) -> Tensor:
                 with torch.no_grad():
-                    wanted_TD = ffn(args[0].flatten(0, -2))
-                errors[name] = (out.flatten(0, -2) - wanted_TD).square().sum() / wanted_TD.square().sum()
-                return out.detach()
+                    wanted_BND = ffn(args[0].flatten(0, -2)).view_as(out_BND)
+                squares_BN, wanted_BN = (z.square().sum(-1) for z in (out_BND - wanted_BND, wanted_BND))
+                weight_N = self.weight_N[name]
+                errors[name] = (weight_N * squares_BN).sum() / (weight_N * wanted_BN).sum()
+                return out_BND.detach()
 
             return hook
 

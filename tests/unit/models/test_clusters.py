@@ -10,6 +10,7 @@ import ermoe
 from ermoe.errors import UserError
 from ermoe.models import clusters, fitting
 from ermoe.models.backbones import FFN, Linear, family_of
+from ermoe.models.tokens import Tokens, TokenSample, sample_tokens
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
 
@@ -36,7 +37,7 @@ def two_kinds(num=2000, dim=12):
 
 def alike(x):
     """Tokens that all weigh the same."""
-    return fitting.Tokens(x, torch.ones(len(x)))
+    return Tokens(x, torch.ones(len(x)))
 
 
 def error(found, ffn, x):
@@ -146,7 +147,7 @@ def test_groups_are_equally_large_and_like_goes_with_like():
 
 
 def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
-    sample = fitting.TokenSample(1000, seed=0)
+    sample = TokenSample(1000, seed=0)
     for start in range(0, 20_000, 500):
         sample.add(torch.arange(start, start + 500.0).unsqueeze(1))
     kept = sample.rows()
@@ -159,7 +160,7 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
     """Of the last block nothing but the class token is looked at."""
     blocks = {str(index): (dense.blocks[index], family_of(dense).ffn(dense.blocks[index])) for index in (2, 5)}
     requires = [parameter.requires_grad for parameter in dense.parameters()]
-    tokens = fitting.sample_tokens(dense, blocks, batches[:1])
+    tokens = sample_tokens(dense, blocks, batches[:1])
     assert [parameter.requires_grad for parameter in dense.parameters()] == requires
     last = tokens["5"].weight_T.sort(descending=True).values
     assert float(last[len(batches[0]) - 1] / last[len(batches[0])]) > 100
@@ -168,7 +169,7 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
 
 def test_heavy_tokens_are_fitted_more_closely():
     ffn, (x, kind) = network(), two_kinds()
-    first = fitting.Tokens(x, torch.where(kind == 0, 1.99, 0.01))
+    first = Tokens(x, torch.where(kind == 0, 1.99, 0.01))
     own = x[kind == 0]
     assert error(fitting.fitted(ffn, first, 12), ffn, own) < error(fitting.fitted(ffn, alike(x), 12), ffn, own)
 
@@ -220,7 +221,7 @@ def test_two_experts_a_token(dense, batches):
 def test_a_lower_rank_of_equal_experts_is_fitted_too(dense, batches):
     plain, fitted = (ermoe.upcycle(dense, rank=24, blocks=[5], calibration=given) for given in (None, batches))
     ffn = family_of(dense).ffn(dense.blocks[5])
-    x = fitting.sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
+    x = sample_tokens(dense, {"5": (dense.blocks[5], ffn)}, batches)["5"].x_TD
     wanted = ffn(x)
 
     @torch.no_grad()
