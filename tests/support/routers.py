@@ -9,12 +9,12 @@ from ermoe.nn.registry import LAYERS, build_layer
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
 VARIANTS = {
-    "eigen": [{}, {"experts": "dense"}, {"score": "logit"}, {"balance": "none"}, {"balance": "mean"}],
+    "eigen": [{}, {"experts": "dense"}, {"score": "logit"}, {"balance": "none"}, {"balance": "mean", "shared_dim": 20}],
     "loss-free": [{}, {"score": "softmax", "normalise": True}],
     "cosine": [{"proj_dim": 8}, {"proj_dim": 8, "top_k": 1, "gshard_weight": 0.0}],
     "v-moe": [{"group_size": 2}, {"capacity_factor": None}, {"capacity_factor": 0.5, "batch_priority": "always"}],
-    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4}],
-    "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1}],
+    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4, "shared_dim": 20}],
+    "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1, "shared_dim": 20}],
     "base": [{}],
     "clip-moe": [{}],
     "logit": [{}, {"experts": "eigen", "gated": True}],

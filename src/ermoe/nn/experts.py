@@ -2,7 +2,7 @@
 
 Row convention: y = x W + b. Experts know nothing of routing; they are given rows sorted by expert.
 
-Letters: E experts, A rows, D model width, H hidden width, I input and O output width of one weight, R rank.
+Letters: E experts, A rows, T tokens, D model width, H hidden width, I input and O output width of one weight, R rank.
 """
 
 from __future__ import annotations
@@ -181,6 +181,10 @@ class Experts(nn.Module):
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
+
+    def alone(self, x_TD: Tensor) -> Tensor:
+        """Outputs of the only expert of a stack of one, (T, D)."""
+        return products.alone(self.expert, x_TD)
 
     def every_expert(self, x_TD: Tensor) -> Tensor:
         """All experts' outputs for all tokens, (E, T, D)."""

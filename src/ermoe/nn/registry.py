@@ -32,6 +32,7 @@ def _keywords(function: Callable[..., object]) -> list[str]:
 
 
 _OF_EXPERTS = _keywords(build_experts)
+_OF_MLPS = ["gated", "act_layer", "bias", "drop"]
 _OF_START = list(Start.__annotations__)
 
 
@@ -53,9 +54,12 @@ def made_of(settings: type[LayerSettings], *, same_start: bool = False) -> Metho
 
         start = chosen(_OF_START)
         experts = build_experts(dim, hidden_dim, **{"same_start": same_start} | chosen(_OF_EXPERTS), **start)
-        return settings(**chosen(own)).layer(dim, experts, **start)
+        shared = None
+        if options.get("shared_dim") is not None:
+            shared = build_experts(dim, options["shared_dim"], num_experts=1, **chosen(_OF_MLPS), **start)
+        return settings(**chosen(own)).layer(dim, experts, shared, **start)
 
-    return Method(build, [*own, *_OF_EXPERTS, *_OF_START])
+    return Method(build, [*own, *_OF_EXPERTS, "shared_dim", *_OF_START])
 
 
 _EIGEN = [*_keywords(EigenMoE), *_OF_START]
