@@ -83,6 +83,11 @@ class FFN:
         """Whether any of its maps has a bias; experts then have one in all."""
         return any(linear.b is not None for linear in self.linears())
 
+    @property
+    def entry(self) -> Linear:
+        """The map of `ermoe.nn.Experts.entry`."""
+        return self.up if self.gate is None else self.gate
+
     def linears(self) -> list[Linear]:
         """The maps in the order of `ermoe.nn.Experts.linears`."""
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]

@@ -147,7 +147,7 @@ def _basis_of_differences(x_TD: Tensor, group_T: Tensor, num_groups: int, route_
 def _put_telling_columns_first(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
     """Orders the columns of each expert's U, s and V by how well they tell its group from the rest (Fisher's ratio)."""
     experts = layer.experts
-    entry = experts.up if experts.gate is None else experts.gate
+    entry = experts.entry
     assert isinstance(entry, EigenLinear)
     x_TD, group_T = x_TD[:_TOKENS_TO_GROUP].float(), group_T[:_TOKENS_TO_GROUP]
     for expert in range(experts.num_experts):

@@ -42,9 +42,8 @@ def refuse_equal_experts(layer: MixtureLayer, ffn: FFN) -> None:
     score, experts = layer.score, layer.experts
     if score is None or score.route_rank is None or isinstance(score, PrototypeScore):  # each ψ is another
         return
-    entry = ffn.up if ffn.gate is None else ffn.gate
     basis = experts.token_basis if layer.shared is None else None
-    num_directions = min(entry.W.shape) if basis is None else basis.shape[2]
+    num_directions = min(ffn.entry.W.shape) if basis is None else basis.shape[2]
     num_distinct = num_directions if score.route_rank < num_directions else 1
     if experts.num_experts > num_distinct:
         raise UserError(
@@ -94,7 +93,7 @@ def fill_from_dense(layer: MixtureLayer, ffn: FFN) -> None:
         else:
             _fill_eigen(stacked, dense, interleave=stacked is not down)
     if layer.score is not None and layer.score.basis is not None:
-        _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
+        _cut_basis(layer.score.basis, ffn.entry)
 
 
 def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> None:
@@ -116,16 +115,15 @@ def fill_beside_dense(layer: MixtureLayer, ffn: FFN) -> None:
     through the singular directions e, e + E, …, of which the first r route.
     """
     experts, score = layer.experts, layer.score
-    entry, dense_entry = (network.up if network.gate is None else network.gate for network in (experts, ffn))
-    strength_H = dense_entry.W.norm(dim=0) * ffn.down.W.norm(dim=1)
+    strength_H = ffn.entry.W.norm(dim=0) * ffn.down.W.norm(dim=1)
     share_Ek = interleaved(experts.num_experts, ffn.hidden_dim)[:, : experts.size[0]].to(strength_H.device)
     unit_Ek = strength_H.argsort(descending=True, stable=True)[share_Ek].sort(1).values
     for expert, unit_k in enumerate(unit_Ek):
         write_expert(experts, expert, ffn.with_units(unit_k))
-    if isinstance(entry, EigenLinear):
-        _share_out_directions(entry, dense_entry, unit_Ek)
+    if isinstance(experts.entry, EigenLinear):
+        _share_out_directions(experts.entry, ffn.entry, unit_Ek)
     if score is not None and score.basis is not None:
-        _cut_basis(score.basis, dense_entry)
+        _cut_basis(score.basis, ffn.entry)
     keep_dense(layer, ffn)
 
 

@@ -46,7 +46,7 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 def _merge_layer(layer: MoE) -> None:
     """Multiplies out the factors of one layer, in place."""
     experts = layer.experts
-    entry = experts.up if experts.gate is None else experts.gate
+    entry = experts.entry
     for name, linear in list(experts.named_children()):
         if isinstance(linear, EigenLinear) and _is_cheaper_merged(linear):
             if linear is entry and isinstance(layer.router, TopKRouter):

@@ -151,10 +151,14 @@ class Experts(nn.Module):
         return (up.V.shape[1], up.s.shape[1]) if isinstance(up, EigenLinear) else (up.W.shape[2], None)
 
     @property
+    def entry(self) -> EigenLinear | DenseLinear:
+        """The weight through which tokens enter, and by which they may be routed."""
+        return self.up if self.gate is None else self.gate
+
+    @property
     def token_basis(self) -> Tensor | None:
         """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
-        entry = self.up if self.gate is None else self.gate
-        return entry.U if isinstance(entry, EigenLinear) else None
+        return self.entry.U if isinstance(self.entry, EigenLinear) else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws all weights anew."""

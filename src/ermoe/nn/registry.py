@@ -18,6 +18,7 @@ from ermoe.nn.layer import MixtureLayer
 from ermoe.nn.rivals.base import Base
 from ermoe.nn.rivals.clip_moe import ClipMoE
 from ermoe.nn.rivals.cosine import Cosine
+from ermoe.nn.rivals.emoe import EMoE
 from ermoe.nn.rivals.expert_choice import ExpertChoice
 from ermoe.nn.rivals.loss_free import LossFree
 from ermoe.nn.rivals.soft import Soft
@@ -68,6 +69,7 @@ LAYERS: dict[str, Method] = {
     "logit": Method(partial(EigenMoE, score="logit", balance="none", experts="dense"), _EIGEN),
     "loss-free": made_of(LossFree),
     "cosine": made_of(Cosine),
+    "emoe": made_of(EMoE),
     "v-moe": made_of(VMoE, same_start=True),
     "expert-choice": made_of(ExpertChoice),
     "base": made_of(Base),
