@@ -14,7 +14,7 @@ OPTIONS = [
     {"score": "logit"},
     {"experts": "dense"},
     {"gated": True, "act_layer": nn.SiLU},
-    {"balance": "none"},
+    {"balance": "none", "shared_dim": 24},
 ]
 IDS = [str(options) for options in OPTIONS]
 

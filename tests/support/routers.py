@@ -9,12 +9,13 @@ from ermoe.nn.registry import LAYERS, build_layer
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
 VARIANTS = {
-    "eigen": [{}, {"experts": "dense"}, {"score": "logit"}, {"balance": "none"}, {"balance": "mean"}],
+    "eigen": [{}, {"experts": "dense"}, {"score": "logit"}, {"balance": "none"}, {"balance": "mean", "shared_dim": 20}],
     "loss-free": [{}, {"score": "softmax", "normalise": True}],
     "cosine": [{"proj_dim": 8}, {"proj_dim": 8, "top_k": 1, "gshard_weight": 0.0}],
+    "emoe": [{"route_rank": 8}, {"top_k": 1, "normalise": False, "temperature": 0.1}],
     "v-moe": [{"group_size": 2}, {"capacity_factor": None}, {"capacity_factor": 0.5, "batch_priority": "always"}],
-    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4}],
-    "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1}],
+    "expert-choice": [{}, {"capacity_factor": 1.0, "capacity_multiple": 4, "shared_dim": 20}],
+    "soft": [{"slots_per_expert": 3}, {"num_tokens": 12, "noise_std": 0.1, "shared_dim": 20}],
     "base": [{}],
     "clip-moe": [{}],
     "logit": [{}, {"experts": "eigen", "gated": True}],
@@ -24,7 +25,7 @@ CASES = [(name, options) for name, variants in VARIANTS.items() for options in v
 IDS = [f"{name}-{options}" for name, options in CASES]
 
 # Of these, a token's experts depend on nothing but the token (and its context) at inference.
-PER_TOKEN = {"eigen", "loss-free", "cosine", "base", "clip-moe", "logit"}
+PER_TOKEN = {"eigen", "loss-free", "cosine", "emoe", "base", "clip-moe", "logit"}
 
 
 def is_per_token(name, options):

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ermoe.nn import MoE
+from ermoe.nn import Experts, MoE
 
 
 def slow_cosine(u: Tensor, v: Tensor) -> Tensor:
@@ -63,8 +63,7 @@ def slow_linear(linear: torch.nn.Module, e: int, x: Tensor) -> Tensor:
     return y if linear.bias is None else y + linear.bias[e]
 
 
-def slow_expert(layer: MoE, e: int, x: Tensor) -> Tensor:
-    experts = layer.experts
+def slow_expert(experts: Experts, e: int, x: Tensor) -> Tensor:
     hidden = slow_linear(experts.up, e, x)
     hidden = experts.act(hidden) if experts.gate is None else experts.act(slow_linear(experts.gate, e, x)) * hidden
     return slow_linear(experts.down, e, hidden)
@@ -104,6 +103,8 @@ def _slow_sequence(layer: MoE, x_ND: Tensor, context_ND: Tensor | None, real_N: 
         total = sum(score[i][e].clamp(min=0) + 1e-3 for e in choice[i])
         y = torch.zeros_like(x_ND[i])
         for e in admitted[i]:
-            y = y + (score[i][e].clamp(min=0) + 1e-3) / total * slow_expert(layer, e, x_ND[i])
+            y = y + (score[i][e].clamp(min=0) + 1e-3) / total * slow_expert(layer.experts, e, x_ND[i])
+        if layer.shared is not None and real_N[i]:
+            y = y + slow_expert(layer.shared, 0, x_ND[i])
         outputs.append(y)
     return torch.stack(outputs)

@@ -57,6 +57,17 @@ def gshard(gate_SE):
     return num_experts * sum(best.count(e) / num_tokens * float(gate_SE[:, e].mean()) for e in range(num_experts))
 
 
+def emoe(x_D, basis_Dr, mask_Er, gamma_r, bias_E):
+    """Gates of one token: which share of its energy lies along each column, and to whom the column belongs."""
+    mask_Er, gamma_r, logits = mask_Er.tolist(), gamma_r.tolist(), bias_E.tolist()
+    energy = [float(x_D @ column_D) ** 2 for column_D in basis_Dr.T]
+    for e in range(len(logits)):
+        for r in range(len(energy)):
+            part = math.exp(mask_Er[e][r]) / sum(math.exp(mask_r[r]) for mask_r in mask_Er)
+            logits[e] += gamma_r[r] * part * energy[r] / sum(energy)
+    return [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
+
+
 def soft_moe(x_SD, phi_DEP, scale, expert):
     """One image; ``expert(e, rows)`` runs expert e."""
     unit = [x / math.sqrt(float(x @ x) + 1e-6) for x in x_SD]

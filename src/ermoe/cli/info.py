@@ -41,7 +41,7 @@ def _show_preset(name: str, console: Console) -> None:
     chosen = presets.preset(name)
     console.print(f"[bold]{name}[/bold]: {chosen.about}")
     _show(name, presets.count_preset(chosen), console)
-    _show_ways(presets.three_ways(chosen), console)
+    _show_ways(presets.ways(chosen), console)
     if name in presets.PAPER:
         console.print(presets.WHAT_DOES_NOT_FIT)
 
@@ -78,6 +78,7 @@ def _show_ways(ways: list[Way], console: Console) -> None:
     rows, v_moe = [], ways[-1].count.flops.experts
     for way in ways:
         flops, size = way.count.flops, millions(way.count.total_parameters)
-        ours = [multiply_adds(flops.experts), f"{flops.experts / v_moe:.2f} ×"]
+        experts = flops.experts + flops.shared_expert
+        ours = [multiply_adds(experts), f"{experts / v_moe:.2f} ×"]
         rows.append([way.name, size, *ours, multiply_adds(flops.routing + flops.context), way.parity])
     console.print(Table(header, rows).terminal())

@@ -5,7 +5,7 @@ block becomes sparse in place. It keeps its modules, parameter names, hooks and 
 ``mlp`` becomes an expert layer, and its class a subclass whose forward hands that layer the context.
 
 Row convention, y = x W + b. Letters: B sequences, N tokens, T tokens of all sequences, D model width, H hidden width,
-h heads, d width of a head.
+h heads, d width of a head, k some hidden units.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class FFN:
         """Whether any of its maps has a bias; experts then have one in all."""
         return any(linear.b is not None for linear in self.linears())
 
+    @property
+    def entry(self) -> Linear:
+        """The map of `ermoe.nn.Experts.entry`."""
+        return self.up if self.gate is None else self.gate
+
     def linears(self) -> list[Linear]:
         """The maps in the order of `ermoe.nn.Experts.linears`."""
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
@@ -96,6 +101,15 @@ class FFN:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Outputs without dropout, (T, D)."""
         return self.down(self.hidden(x_TD))
+
+    def with_units(self, kept: Tensor) -> FFN:
+        """The network of some of the hidden units, (k,), alone."""
+
+        def columns(linear: Linear) -> Linear:
+            return Linear(linear.W[:, kept], None if linear.b is None else linear.b[kept])
+
+        gate = None if self.gate is None else columns(self.gate)
+        return replace(self, gate=gate, up=columns(self.up), down=Linear(self.down.W[kept], self.down.b))
 
     def act_layer(self) -> Callable[[], nn.Module]:
         """A factory of this network's activation."""

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import FFN, Linear
+from ermoe.models.backbones import FFN
 from ermoe.models.calibrate import equal_load_offsets
-from ermoe.models.eigen_init import svd
+from ermoe.models.eigen_init import keep_dense, write_expert
 from ermoe.models.fitting import errors_of_widths, fitted
 from ermoe.models.passes import evaluating
 from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
-from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, MoE, PrototypeScore, TopKRouter
+from ermoe.nn import EigenLinear, MixtureLayer, MoE, PrototypeScore, Routing, TopKRouter
 from ermoe.nn.scores import project
 
 _TOKENS_TO_GROUP = 16_384
@@ -53,23 +53,28 @@ class GroupFit:
 @torch.no_grad()
 def fill_from_groups(
     layer: MixtureLayer, ffn: FFN, tokens: Tokens, generator: torch.Generator | None = None
-) -> GroupFit:
-    """Makes the experts of ``layer`` the best versions of ``ffn`` for groups of the tokens, and aims the router."""
-    router, experts = layer.router, layer.experts
-    assert isinstance(router, TopKRouter)
+) -> GroupFit | None:
+    """Makes the experts of ``layer`` the best versions of ``ffn`` for groups of the tokens, and aims the router.
+
+    Beside a shared expert, which is ``ffn`` itself, they add nothing yet, and there is no fit to speak of.
+    """
+    experts = layer.experts
     if len(tokens) < _KEPT_APART * experts.num_experts:
         raise UserError(f"calibration= has {len(tokens)} tokens for {experts.num_experts} experts: pass more images")
     apart_T = torch.arange(len(tokens), device=tokens.x_TD.device) % _KEPT_APART == 0
     apart, tokens = tokens.where(apart_T), tokens.where(~apart_T)
     expert_TK = group(tokens.x_TD, experts.num_experts, generator).unsqueeze(1)
-    routes_by_experts = isinstance(router.score, PrototypeScore) and router.score.basis is None
-    for _ in range(_ROUTER_ROUNDS):
+    routes_by_experts = isinstance(layer.score, PrototypeScore) and layer.score.basis is None
+    for _ in range(_ROUTER_ROUNDS if experts.num_experts > 1 else 0):
         if routes_by_experts:  # their bases follow from what they are fitted to
             _fit_experts(layer, ffn, tokens, expert_TK)
         _aim(layer, tokens.x_TD, expert_TK[:, 0])
-        expert_TK = _routed(layer, tokens.x_TD)
+        expert_TK = _chosen(layer, tokens.x_TD)
     if not routes_by_experts:
         _fit_experts(layer, ffn, tokens, expert_TK)
+    if layer.shared is not None:
+        keep_dense(layer, ffn)
+        return None
     return _judge(layer, ffn, tokens, apart)
 
 
@@ -142,7 +147,7 @@ def _basis_of_differences(x_TD: Tensor, group_T: Tensor, num_groups: int, route_
 def _put_telling_columns_first(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
     """Orders the columns of each expert's U, s and V by how well they tell its group from the rest (Fisher's ratio)."""
     experts = layer.experts
-    entry = experts.up if experts.gate is None else experts.gate
+    entry = experts.entry
     assert isinstance(entry, EigenLinear)
     x_TD, group_T = x_TD[:_TOKENS_TO_GROUP].float(), group_T[:_TOKENS_TO_GROUP]
     for expert in range(experts.num_experts):
@@ -174,11 +179,15 @@ def _scores(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
     return torch.cat([score(x, None, basis) for x in x_TD.split(TOKENS_AT_ONCE)])
 
 
-def _routed(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
-    """The experts that the router chooses for the tokens, best first, (T, K)."""
+def _routed(layer: MixtureLayer, x_TD: Tensor) -> Routing:
+    """What the router decides; where there is but one expert, there is nothing to score."""
     router = layer.router
-    assert isinstance(router, TopKRouter)
-    expert_TK = router.choose(_scores(layer, x_TD)).expert_TK
+    return router.choose(_scores(layer, x_TD)) if isinstance(router, TopKRouter) else layer.route(x_TD)
+
+
+def _chosen(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
+    """The experts that the router chooses for the tokens, best first, (T, K)."""
+    expert_TK = _routed(layer, x_TD).expert_TK
     assert expert_TK is not None
     return expert_TK
 
@@ -188,19 +197,7 @@ def _fit_experts(layer: MixtureLayer, ffn: FFN, tokens: Tokens, expert_TK: Tenso
     for expert in range(layer.experts.num_experts):
         own_T = (expert_TK == expert).any(1)
         network = fitted(ffn, tokens.where(own_T) if bool(own_T.any()) else tokens, *layer.experts.size)
-        for stacked, linear in zip(layer.experts.linears(), network.linears(), strict=True):
-            _write(stacked, expert, linear)
-
-
-def _write(stacked: EigenLinear | DenseLinear, expert: int, linear: Linear) -> None:
-    if isinstance(stacked, EigenLinear):
-        rank = stacked.s.shape[1]
-        U, s, V = svd(linear.W)
-        stacked.U[expert], stacked.s[expert], stacked.V[expert] = U[:, :rank], s[:rank], V[:, :rank]
-    else:
-        stacked.W[expert] = linear.W
-    if stacked.bias is not None:
-        stacked.bias[expert] = 0 if linear.b is None else linear.b
+        write_expert(layer.experts, expert, network)
 
 
 @torch.no_grad()
@@ -218,11 +215,9 @@ def errors_by_groups(ffn: FFN, tokens: Tokens, num_experts: int, widths: Sequenc
 
 
 def _judge(layer: MixtureLayer, ffn: FFN, tokens: Tokens, apart: Tokens) -> GroupFit:
-    router = layer.router
-    assert isinstance(router, TopKRouter)
     assert isinstance(layer, MoE)
     one = fitted(ffn, tokens, *layer.experts.size)
-    routing = router.choose(_scores(layer, apart.x_TD))
+    routing = _routed(layer, apart.x_TD)
     wanted_TD = ffn(apart.x_TD)
     with evaluating(layer):
         mixed_TD = layer.mix(apart.x_TD, routing)

@@ -33,6 +33,7 @@ class Flops:
     context: int = 0
     routing: int = 0
     experts: int = 0
+    shared_expert: int = 0
     dense_ffn: int = 0
     head: int = 0
 
@@ -75,12 +76,14 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
             part["dense_ffn"] += ffn
             continue
         layer: MixtureLayer = block.mlp
+        shared = 0 if layer.shared is None else num_tokens * _flops_per_row(layer.shared)
+        part["shared_expert"] += shared
         if isinstance(layer, MoE):
             part["routing"] += flops[f"{name}.mlp.router"]
             part["experts"] += round(num_tokens * layer.router.experts_per_token) * _flops_per_row(layer.experts)
         elif isinstance(layer, SoftMoE):  # all of its slots are always full
             experts = layer.experts.num_experts * layer.slots_per_expert * _flops_per_row(layer.experts)
-            part["routing"] += ffn - experts
+            part["routing"] += ffn - experts - shared
             part["experts"] += experts
         if layer.needs_context:
             context = 2 * num_tokens**2 * layer.experts.dim

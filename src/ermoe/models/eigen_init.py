@@ -5,7 +5,11 @@ columns in another order, so every expert computes W; and since the first r colu
 singular directions e, e + E, e + 2E, … first. The routing subspaces then share out the dense layer's own eigenbasis,
 mutually orthogonal, each with strong and weak directions in equal measure.
 
-Letters: E experts, I input and O output width of one weight, R rank, r routing rank, T tokens, D model width.
+Beside a shared expert, which is the dense network itself, the others may be small and differ from the start, for they
+add nothing yet: their last weight is zero. They share out its hidden units in the same way, strong and weak ones.
+
+Letters: E experts, I input and O output width of one weight, R rank, r routing rank, T tokens, D model width, H hidden
+width, k hidden units of an expert.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from torch import Tensor
 from ermoe.errors import UserError
 from ermoe.models.backbones import FFN, Linear
 from ermoe.models.passes import evaluating
-from ermoe.nn import DenseLinear, EigenLinear, MixtureLayer, PrototypeScore
+from ermoe.nn import DenseLinear, EigenLinear, Experts, MixtureLayer, PrototypeScore
+from ermoe.nn.basis import polar_factor
 
 _SMALLEST_RATIO = 1e-4
 _TOKENS_TO_JUDGE = 2048
@@ -37,8 +42,8 @@ def refuse_equal_experts(layer: MixtureLayer, ffn: FFN) -> None:
     score, experts = layer.score, layer.experts
     if score is None or score.route_rank is None or isinstance(score, PrototypeScore):  # each ψ is another
         return
-    entry = ffn.up if ffn.gate is None else ffn.gate
-    num_directions = min(entry.W.shape) if experts.token_basis is None else experts.token_basis.shape[2]
+    basis = experts.token_basis if layer.shared is None else None
+    num_directions = min(ffn.entry.W.shape) if basis is None else basis.shape[2]
     num_distinct = num_directions if score.route_rank < num_directions else 1
     if experts.num_experts > num_distinct:
         raise UserError(
@@ -88,7 +93,7 @@ def fill_from_dense(layer: MixtureLayer, ffn: FFN) -> None:
         else:
             _fill_eigen(stacked, dense, interleave=stacked is not down)
     if layer.score is not None and layer.score.basis is not None:
-        _cut_basis(layer.score.basis, ffn.up if ffn.gate is None else ffn.gate)
+        _cut_basis(layer.score.basis, ffn.entry)
 
 
 def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> None:
@@ -100,6 +105,61 @@ def _fill_eigen(stacked: EigenLinear, dense: Linear, *, interleave: bool) -> Non
         stacked.s[expert].copy_(s[order_R])
         stacked.V[expert].copy_(V[:, order_R])
     _copy_bias(stacked, dense.b)
+
+
+@torch.no_grad()
+def fill_beside_dense(layer: MixtureLayer, ffn: FFN) -> None:
+    """Makes ``ffn`` the shared expert of ``layer``, and the others parts of it that add nothing yet.
+
+    Expert e has the hidden units e, e + E, … in the order of what they may say, ‖W1_j‖ ‖W2_j‖, and looks at them
+    through the singular directions e, e + E, …, of which the first r route.
+    """
+    experts, score = layer.experts, layer.score
+    strength_H = ffn.entry.W.norm(dim=0) * ffn.down.W.norm(dim=1)
+    share_Ek = interleaved(experts.num_experts, ffn.hidden_dim)[:, : experts.size[0]].to(strength_H.device)
+    unit_Ek = strength_H.argsort(descending=True, stable=True)[share_Ek].sort(1).values
+    for expert, unit_k in enumerate(unit_Ek):
+        write_expert(experts, expert, ffn.with_units(unit_k))
+    if isinstance(experts.entry, EigenLinear):
+        _share_out_directions(experts.entry, ffn.entry, unit_Ek)
+    if score is not None and score.basis is not None:
+        _cut_basis(score.basis, ffn.entry)
+    keep_dense(layer, ffn)
+
+
+def _share_out_directions(entry: EigenLinear, dense: Linear, unit_Ek: Tensor) -> None:
+    U, s, V = svd(dense.W)
+    order_ER = interleaved(len(unit_Ek), len(s))[:, : entry.s.shape[1]].to(U.device)
+    entry.U.copy_(U[:, order_ER].transpose(0, 1))
+    entry.s.copy_(s[order_ER])
+    # V, seen by k of its H units, is no longer orthonormal; the nearest basis is.
+    seen_EkR = torch.stack([V[unit_k][:, order_R] for unit_k, order_R in zip(unit_Ek, order_ER, strict=True)])
+    entry.V.copy_(polar_factor(seen_EkR))
+
+
+@torch.no_grad()
+def keep_dense(layer: MixtureLayer, ffn: FFN) -> None:
+    """Makes ``ffn`` the shared expert of ``layer``, and silences the others: their last weight and bias are zero."""
+    assert layer.shared is not None
+    write_expert(layer.shared, 0, ffn)
+    last = layer.experts.down
+    silenced = last.s if isinstance(last, EigenLinear) else last.W
+    for parameter in (silenced, last.bias):
+        if parameter is not None:
+            parameter.zero_()
+
+
+def write_expert(experts: Experts, expert: int, network: FFN) -> None:
+    """Makes one expert of a stack the given network, by its largest singular values where experts have a rank."""
+    for stacked, linear in zip(experts.linears(), network.linears(), strict=True):
+        if isinstance(stacked, EigenLinear):
+            rank = stacked.s.shape[1]
+            U, s, V = svd(linear.W)
+            stacked.U[expert], stacked.s[expert], stacked.V[expert] = U[:, :rank], s[:rank], V[:, :rank]
+        else:
+            stacked.W[expert] = linear.W
+        if stacked.bias is not None:
+            stacked.bias[expert] = 0 if linear.b is None else linear.b
 
 
 def _copy_bias(stacked: DenseLinear | EigenLinear, bias: Tensor | None) -> None:

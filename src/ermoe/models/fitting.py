@@ -96,12 +96,7 @@ def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
     if ffn.has_bias:
         bias = moments.mean @ weight_HD - moments.mean[kept] @ solved_kD
         bias = (bias if ffn.down.b is None else bias + ffn.down.b).to(ffn.down.W.dtype)
-
-    def columns(linear: Linear) -> Linear:
-        return Linear(linear.W[:, kept], None if linear.b is None else linear.b[kept])
-
-    gate = None if ffn.gate is None else columns(ffn.gate)
-    return replace(ffn, gate=gate, up=columns(ffn.up), down=Linear(solved_kD.to(ffn.down.W.dtype), bias))
+    return replace(ffn.with_units(kept), down=Linear(solved_kD.to(ffn.down.W.dtype), bias))
 
 
 def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:

@@ -15,8 +15,9 @@ _HEADS = ("head", "head_dist", "heads", "classifier", "fc_norm", "attn_pool")
 def freeze(model: nn.Module, *parts: str) -> list[str]:
     """Stops parameters from learning; returns their names.
 
-    A part is "experts" (with them goes the basis through which an eigen router looks), "router" (its own parameters),
-    "head" (the classifier), "backbone" (all the rest), or a pattern for parameter names such as "blocks.0.*".
+    A part is "experts" (with them goes the basis through which an eigen router looks), "shared" (the expert that every
+    token meets), "router" (its own parameters), "head" (the classifier), "backbone" (all the rest), or a pattern for
+    parameter names such as "blocks.0.*".
 
     >>> import timm
     >>> from ermoe.models.upcycle import upcycle
@@ -57,5 +58,6 @@ def _parts(model: nn.Module) -> dict[str, str]:
         if isinstance(module, MixtureLayer):
             for name, _ in module.named_parameters():
                 full_name = f"{prefix}.{name}" if prefix else name
-                part_of[full_name] = "experts" if name.startswith("experts.") else "router"
+                inside = name.partition(".")[0]
+                part_of[full_name] = inside if inside in ("experts", "shared") else "router"
     return part_of

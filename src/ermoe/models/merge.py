@@ -46,7 +46,7 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 def _merge_layer(layer: MoE) -> None:
     """Multiplies out the factors of one layer, in place."""
     experts = layer.experts
-    entry = experts.up if experts.gate is None else experts.gate
+    entry = experts.entry
     for name, linear in list(experts.named_children()):
         if isinstance(linear, EigenLinear) and _is_cheaper_merged(linear):
             if linear is entry and isinstance(layer.router, TopKRouter):
@@ -81,6 +81,8 @@ def _keep_routing_basis(score: Score, entry: EigenLinear) -> None:
 def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """The dense model whose feed-forward networks the experts of a sparse one still are, not trained apart.
 
+    Beside a shared expert they are that network as long as the others say nothing.
+
     It has the outputs of the sparse model if the weights of a token's experts sum to 1 and no pair is dropped: with the
     eigen router and without a capacity, but not with V-MoE, expert choice or Soft MoE, which scale what experts say.
 
@@ -99,7 +101,8 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for name, block in sparse:
         _check_equal(name, block)
     for _, block in sparse:
-        weights = [(linear.weight(), linear.bias) for linear in block.mlp.experts.linears()]
+        networks = block.mlp.experts if block.mlp.shared is None else block.mlp.shared
+        weights = [(linear.weight(), linear.bias) for linear in networks.linears()]
         densify(block)
         with torch.no_grad():
             for dense, (weight_EIO, bias_EO) in zip(family.ffn(block).linears(), weights, strict=True):
@@ -111,6 +114,14 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 @torch.no_grad()
 def _check_equal(name: str, block: SparseBlock) -> None:
+    if block.mlp.shared is not None:
+        last = block.mlp.experts.down
+        if bool(last.weight().any()) or (last.bias is not None and bool(last.bias.any())):
+            raise UserError(
+                f"the experts of {name} add to the dense network by now: only while they are silent, as right after "
+                "ermoe.upcycle, is the model a dense one"
+            )
+        return
     apart = max(_apart(linear) for linear in block.mlp.experts.linears())
     if apart > _EQUAL_ENOUGH:
         raise UserError(

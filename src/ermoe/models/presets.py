@@ -133,10 +133,11 @@ def count_preset(preset: Preset) -> Count:
     return count(preset.build(device="meta"))
 
 
-def three_ways(preset: Preset) -> list[Way]:
-    """The dense backbone of a preset made sparse at full rank, at two thirds of it, and with plain expert weights.
+def ways(preset: Preset) -> list[Way]:
+    """The dense backbone of a preset made sparse at full rank, at two thirds of it, with plain expert weights, and
+    with the dense network shared.
 
-    V-MoE is the fourth row, for comparison. All have 8 experts in every second block, 2 a token.
+    V-MoE is the last row, for comparison. All have 8 experts in every second block, 2 a token.
     """
     backbone: Any = preset.build(device="meta")
     dim = backbone.embed_dim
@@ -145,6 +146,7 @@ def three_ways(preset: Preset) -> list[Way]:
         f"eigen, R = {dim}": ("exact", {}),
         f"eigen, R = {cut}": ("approximate", {"rank": cut}),
         "eigen, dense experts": ("exact", {"experts": "dense"}),
+        f"dense shared, eigen, R = {dim // 4}": ("exact", {"shared": "dense"}),
         "V-MoE": ("none", {"router": "v-moe"}),
     }
     return [

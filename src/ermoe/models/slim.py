@@ -206,7 +206,7 @@ def _shrink(
         """Two operations for every entry of its matrices; experts must also be chosen."""
         ffn = networks[name]
         entries = len(ffn.linears()) * ffn.dim * (ffn.hidden_dim - _width(ffn, step))
-        routing = max(8, num_experts) * ffn.dim if step < _STEPS else 0
+        routing = max(8, num_experts) * ffn.dim if num_experts > 1 and step < _STEPS else 0
         return 2.0 * num_tokens * (entries - routing)
 
     kept = dict.fromkeys(networks, _STEPS)

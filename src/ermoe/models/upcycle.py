@@ -19,7 +19,7 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, family_of, sparsify
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clusters import GroupFit, fill_from_groups
-from ermoe.models.eigen_init import fill_from_dense, output_error, refuse_equal_experts
+from ermoe.models.eigen_init import fill_beside_dense, fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.fitting import fitted
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
@@ -29,7 +29,7 @@ Options: TypeAlias = dict[str, Any]
 """Keywords of `ermoe.upcycle` or of timm, by name; plain values where a model is to be saved."""
 
 # Options of expert layers that follow from the network they replace.
-_GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "device", "dtype")
+_GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "shared_dim", "device", "dtype")
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
 _INITS = ("dense", "clusters", "same", "random", "empty")
@@ -47,6 +47,7 @@ class Sparsity:
     hidden_dim: int | tuple[int, ...] | None = None
     route_rank: int | None = None
     experts: str | None = None
+    shared: str | None = None
     router: str = "eigen"
     context_of: str = "features"
     context_grad: bool = True
@@ -56,6 +57,8 @@ class Sparsity:
     def __post_init__(self) -> None:
         if self.context_of not in CONTEXT_SOURCES:
             raise UserError(f"context_of={self.context_of!r}: use 'features' or 'attention'")
+        if self.shared not in (None, "dense"):
+            raise UserError(f"shared={self.shared!r}: use 'dense', which keeps the dense network, or leave it out")
         if self.experts is None:  # what the routers' own papers have
             object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
         if isinstance(self.hidden_dim, (list, tuple)):  # one for each block
@@ -91,7 +94,14 @@ class Sparsity:
         if isinstance(self.hidden_dim, tuple):
             assert block is not None
             return self.hidden_dim[self.blocks.index(block)]
-        return ffn.hidden_dim if self.hidden_dim is None else self.hidden_dim
+        if self.hidden_dim is None:
+            return ffn.hidden_dim if self.shared is None else min(max(1, ffn.dim // 2), ffn.hidden_dim)
+        return self.hidden_dim
+
+    def _rank(self, ffn: FFN, width: int) -> int | None:
+        """Rank of the experts; None for full. Beside the dense network they are small."""
+        is_small = self.shared is not None and self.experts == "eigen"
+        return min(max(1, ffn.dim // 4), width) if self.rank is None and is_small else self.rank
 
     def layer_like(self, ffn: FFN, block: int | None = None) -> MixtureLayer:
         """An expert layer of the shape and precision of ``ffn``, on the meta device; of its ``block``'s own width."""
@@ -103,7 +113,8 @@ class Sparsity:
         known = options_of(self.router)
         options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}
         options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
-        ranks = {"rank": self.rank, "route_rank": self.route_rank}
+        options |= {} if self.shared is None else {"shared_dim": ffn.hidden_dim}
+        ranks = {"rank": self._rank(ffn, width), "route_rank": self.route_rank}
         options |= {name: rank for name, rank in ranks.items() if rank is not None}
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
@@ -135,6 +146,7 @@ def upcycle(
     hidden_dim: int | Sequence[int] | None = None,
     route_rank: int | None = None,
     experts: str | None = None,
+    shared: str | None = None,
     router: str = "eigen",
     init: str = "dense",
     inplace: bool = False,
@@ -158,6 +170,8 @@ def upcycle(
         route_rank: columns r of each basis that route; max(8, 8⌊R / 8E⌋) by default.
         experts: "eigen" (U diag(s) Vᵀ) or "dense" (plain weights; an eigen router then keeps a basis of its own).
             By default "eigen" for the eigen router and "dense" for the others, as in their papers.
+        shared: "dense" keeps the dense network as an expert that every token meets. The others are small, hidden width
+            D / 2 and rank D / 4 unless given, and add nothing at the start: outputs stay exactly.
         router: "eigen", or a baseline of `ermoe.nn.registry.LAYERS`: "v-moe", "expert-choice", "soft", "base", ….
         init: "dense" starts every expert as the dense network. "clusters" groups the tokens of ``calibration`` and
             makes each expert the best version of the dense network for its group, which the router then chooses: the
@@ -191,6 +205,11 @@ def upcycle(
         layer_options = {"score": "prototype", "routing_basis": "shared"} | layer_options
         if layer_options["routing_basis"] == "shared" and route_rank is None:
             route_rank = max(8, num_experts)  # groups differ in E − 1 directions
+    elif shared is not None and calibration is not None:
+        raise UserError(
+            f"shared={shared!r}, init={init!r}: the dense network is kept, so nothing is fitted to calibration=; leave "
+            "it out, or group its tokens with init='clusters'"
+        )
     if "num_tokens" in options_of(router) and "slots_per_expert" not in layer_options:
         layer_options.setdefault("num_tokens", family.num_tokens(model))  # Soft MoE: as many slots as tokens
     sparsity = Sparsity(
@@ -201,6 +220,7 @@ def upcycle(
         hidden_dim=hidden_dim if hidden_dim is None or isinstance(hidden_dim, int) else tuple(hidden_dim),
         route_rank=route_rank,
         experts=experts,
+        shared=shared,
         router=router,
         context_of=context_of,
         context_grad=context_grad,
@@ -250,7 +270,8 @@ def _defect(
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block)
     layer = sparsity.layer_like(ffn, index)
-    if sparsity.width(ffn, index) < ffn.hidden_dim and (init == "same" or (init == "dense" and not is_calibrated)):
+    is_narrow = sparsity.shared is None and sparsity.width(ffn, index) < ffn.hidden_dim
+    if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
         raise UserError(
             f"hidden_dim={sparsity.hidden_dim}: narrower experts are fitted to tokens; pass calibration=, unlabelled "
             "batches, with init='dense' or 'clusters', or start from init='random'"
@@ -277,12 +298,14 @@ def _convert(
         _materialise(layer, ffn.up.W.device)
         layer.reset_router(generator)
         if init == "random":
-            layer.experts.reset_parameters(generator)
-        elif init == "same":
-            fill_from_dense(layer, ffn.fresh(generator))
+            layer.reset_experts(generator)
         elif init == "clusters":
             assert tokens is not None
             fit = fill_from_groups(layer, ffn, tokens, generator)
+        elif init in ("dense", "same") and layer.shared is not None:
+            fill_beside_dense(layer, ffn if init == "dense" else ffn.fresh(generator))
+        elif init == "same":
+            fill_from_dense(layer, ffn.fresh(generator))
         elif init == "dense":
             fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
             fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)

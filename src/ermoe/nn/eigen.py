@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance
 from ermoe.nn.experts import build_experts
 from ermoe.nn.moe import MoE
-from ermoe.nn.routers import TopKRouter
+from ermoe.nn.routers import OneWayRouter, Router, TopKRouter, check_top_k
 from ermoe.nn.scores import EigenbasisScore, EnergyScore, LogitScore, PrototypeScore, Score
 from ermoe.nn.start import Start
 
@@ -22,7 +23,7 @@ class EigenMoE(MoE):
     Args:
         dim: width D of the tokens.
         hidden_dim: width of the experts' hidden layer; 4·dim by default.
-        num_experts: experts E.
+        num_experts: experts E. A single one is met by every token: there is nothing to route, and nothing is computed.
         top_k: experts per token K. With K = 1 the mixing weight is constant, so routing gives the bases no gradient.
         rank: rank R of every expert weight; by default full, min(dim, hidden_dim).
         route_rank: columns r of each basis that route; max(8, 8⌊R / 8E⌋) by default. Must be smaller than dim.
@@ -40,6 +41,8 @@ class EigenMoE(MoE):
             to tell them apart and costs an E-th. By default that of the experts where they have one.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
         act_layer, bias, drop: of the experts' MLPs.
+        shared_dim: hidden width of an expert with plain weights that every token meets beside those it is routed to;
+            None for none.
         start: ``generator``, source of all random numbers of the initialisation, ``device`` and ``dtype``.
     """
 
@@ -64,40 +67,35 @@ class EigenMoE(MoE):
         act_layer: Callable[[], nn.Module] = nn.GELU,
         bias: bool = True,
         drop: float = 0.0,
+        shared_dim: int | None = None,
         **start: Unpack[Start],
     ) -> None:
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         rank = min(dim, hidden_dim) if rank is None else rank
-        built = build_experts(
-            dim,
-            hidden_dim,
-            num_experts=num_experts,
-            experts=experts,
-            rank=rank,
-            gated=gated,
-            act_layer=act_layer,
-            bias=bias,
-            drop=drop,
-            **start,
-        )
-        if route_rank is None:
-            route_rank = min(max(8, 8 * (rank // (8 * num_experts))), rank)
-        scorer = _build_score(score, dim, num_experts, rank, route_rank, **start)
-        routing_basis = routing_basis or ("experts" if experts == "eigen" else "own")
-        _check_routing_basis(routing_basis, experts, scorer)
-        if scorer.needs_basis and routing_basis != "experts":
-            scorer.own_basis(1 if routing_basis == "shared" else num_experts, dim, **start)
-        router = TopKRouter(
-            scorer,
-            num_experts=num_experts,
-            top_k=top_k,
-            threshold=threshold,
-            below_threshold=below_threshold,
-            balance=_build_balance(balance, num_experts, start.get("device")),
-            capacity_factor=capacity_factor,
-            weight_floor=weight_floor,
-        )
-        super().__init__(router, built)
+        build = partial(build_experts, dim, gated=gated, act_layer=act_layer, bias=bias, drop=drop, **start)
+        built = build(hidden_dim, num_experts=num_experts, experts=experts, rank=rank)
+        shared = None if shared_dim is None else build(shared_dim, num_experts=1)
+        router: Router
+        if num_experts == 1:
+            check_top_k(top_k, num_experts)
+            router = OneWayRouter()
+        else:
+            routing_basis = routing_basis or ("experts" if experts == "eigen" else "own")
+            scorer = _build_score(score, dim, num_experts, rank, route_rank, **start)
+            _check_routing_basis(routing_basis, experts, scorer)
+            if scorer.needs_basis and routing_basis != "experts":
+                scorer.own_basis(1 if routing_basis == "shared" else num_experts, dim, **start)
+            router = TopKRouter(
+                scorer,
+                num_experts=num_experts,
+                top_k=top_k,
+                threshold=threshold,
+                below_threshold=below_threshold,
+                balance=_build_balance(balance, num_experts, start.get("device")),
+                capacity_factor=capacity_factor,
+                weight_floor=weight_floor,
+            )
+        super().__init__(router, built, shared)
 
 
 def _build_score(
@@ -105,11 +103,13 @@ def _build_score(
     dim: int,
     num_experts: int,
     rank: int,
-    route_rank: int,
+    route_rank: int | None,
     **start: Unpack[Start],
 ) -> Score:
     if name == "logit":
         return LogitScore(dim, num_experts, **start)
+    if route_rank is None:
+        route_rank = min(max(8, 8 * (rank // (8 * num_experts))), rank)
     if not 1 <= route_rank <= rank:
         raise ValueError(
             f"route_rank={route_rank}: tokens are routed by the first columns of a basis of rank {rank}; "

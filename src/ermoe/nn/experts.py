@@ -2,7 +2,7 @@
 
 Row convention: y = x W + b. Experts know nothing of routing; they are given rows sorted by expert.
 
-Letters: E experts, A rows, D model width, H hidden width, I input and O output width of one weight, R rank.
+Letters: E experts, A rows, T tokens, D model width, H hidden width, I input and O output width of one weight, R rank.
 """
 
 from __future__ import annotations
@@ -151,10 +151,14 @@ class Experts(nn.Module):
         return (up.V.shape[1], up.s.shape[1]) if isinstance(up, EigenLinear) else (up.W.shape[2], None)
 
     @property
+    def entry(self) -> EigenLinear | DenseLinear:
+        """The weight through which tokens enter, and by which they may be routed."""
+        return self.up if self.gate is None else self.gate
+
+    @property
     def token_basis(self) -> Tensor | None:
         """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
-        entry = self.up if self.gate is None else self.gate
-        return entry.U if isinstance(entry, EigenLinear) else None
+        return self.entry.U if isinstance(self.entry, EigenLinear) else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws all weights anew."""
@@ -181,6 +185,10 @@ class Experts(nn.Module):
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
+
+    def alone(self, x_TD: Tensor) -> Tensor:
+        """Outputs of the only expert of a stack of one, (T, D)."""
+        return products.alone(self.expert, x_TD)
 
     def every_expert(self, x_TD: Tensor) -> Tensor:
         """All experts' outputs for all tokens, (E, T, D)."""

@@ -24,6 +24,8 @@ _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 class MixtureLayer(nn.Module, ABC):
     """A feed-forward layer made of experts. ``router`` is None where nothing is chosen, as in Soft MoE.
 
+    ``shared``, a stack of one expert, is met by every token: its output is added to the mixture, with weight 1.
+
     ``observers`` are functions of a `Routing`; each is called once per forward pass. With ``every_expert = True`` all
     experts run on all tokens: more work, the same numbers, and nothing but static matrix products, for exporters that
     know no other.
@@ -32,11 +34,18 @@ class MixtureLayer(nn.Module, ABC):
     every_expert = False
     router: Router | None
     experts: Experts
+    shared: Experts | None
 
-    def __init__(self, experts: Experts, router: Router | None = None) -> None:
+    def __init__(self, experts: Experts, router: Router | None = None, shared: Experts | None = None) -> None:
         super().__init__()
+        if shared is not None and (shared.num_experts, shared.dim) != (1, experts.dim):
+            raise ValueError(
+                f"shared is {shared.num_experts} experts of width {shared.dim}: need one of width {experts.dim}, "
+                "beside those that are routed"
+            )
         self.router = router
         self.experts = experts
+        self.shared = shared
         self.observers: list[Callable[[Routing], None]] = []
 
     @property
@@ -65,9 +74,15 @@ class MixtureLayer(nn.Module, ABC):
     def reset_router(self, generator: torch.Generator | None = None) -> None:
         """Draws everything but the experts anew."""
 
+    def reset_experts(self, generator: torch.Generator | None = None) -> None:
+        """Draws all experts anew, the shared one too."""
+        self.experts.reset_parameters(generator)
+        if self.shared is not None:
+            self.shared.reset_parameters(generator)
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialises everything, for a layer that was built on the meta device."""
-        self.experts.reset_parameters(generator)
+        self.reset_experts(generator)
         self.reset_router(generator)
 
     def grouped(
@@ -78,6 +93,14 @@ class MixtureLayer(nn.Module, ABC):
         context_GSD = None if context is None else groups(only_real(context, mask))
         mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
         return groups(only_real(x, mask)), context_GSD, mask_GS
+
+    def with_shared(self, mixed_GSD: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """f_shared(x) + the mixture of the others, in the shape and precision of ``x``; zeros for padding."""
+        mixed = mixed_GSD.view(x.shape)
+        if self.shared is not None:
+            shared = self.shared.alone(only_real(x, mask).reshape(-1, x.shape[-1])).view(x.shape)
+            mixed = mixed + only_real(shared, mask)
+        return mixed.to(x.dtype)
 
     def tell_observers(self, routing: Routing) -> None:
         """Shows a forward pass to whoever watches, unless it is a repetition of one already shown."""

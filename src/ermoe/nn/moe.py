@@ -18,7 +18,7 @@ from ermoe.nn.routing import Routing
 
 
 class MoE(MixtureLayer):
-    """A feed-forward layer in which every token meets only the experts that ``router`` chooses for it.
+    """A feed-forward layer in which every token meets only the experts that ``router`` chooses for it, and ``shared``.
 
     ``forced_G``, experts (G,), sends all tokens of each group to one expert, whatever the router says; scores stay what
     they are, and offsets learn nothing from it. With a ``static_capacity`` f, experts have ⌈S K f / E⌉ places per group
@@ -37,13 +37,13 @@ class MoE(MixtureLayer):
     forced_G: Tensor | None = None
     static_capacity: float | None = None
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: Experts, shared: Experts | None = None) -> None:
         if router.num_experts != experts.num_experts:
             raise ValueError(
                 f"the router chooses among {router.num_experts} experts, but there are {experts.num_experts}: "
                 "build both with the same num_experts"
             )
-        super().__init__(experts, router)
+        super().__init__(experts, router, shared)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         routing = self.route(x, context, mask)
@@ -51,16 +51,20 @@ class MoE(MixtureLayer):
             self.router.observe(routing)
         self.tell_observers(routing)
         x_GSD = groups(only_real(x, mask))
-        if self.static_capacity is not None:
-            return self._mix_in_places(x_GSD, routing, self.static_capacity).view(x.shape)
-        return self.mix(x_GSD.flatten(0, 1), routing).view(x.shape).to(x.dtype)
+        if self.static_capacity is not None and self.experts.num_experts > 1:
+            mixed = self._mix_in_places(x_GSD, routing, self.static_capacity)
+        else:
+            mixed = self.mix(x_GSD.flatten(0, 1), routing)
+        return self.with_shared(mixed, x, mask)
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         routing: Routing = self.router(*self.grouped(x, context, mask), self.experts.token_basis)
         return routing if self.forced_G is None else routing.forced(self.forced_G)
 
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Σ_e w_e f_e(x) for a given routing, (T, D)."""
+        """Σ_e w_e f_e(x) over the routed experts for a given routing, (T, D)."""
+        if self.experts.num_experts == 1:
+            return routing.dense_weights() * self.experts.alone(x_TD)
         if self.every_expert or (torch.compiler.is_compiling() and not self.experts.prefers_grouped(x_TD)):
             outputs_ETD = self.experts.every_expert(x_TD)
             return torch.einsum("te,etd->td", routing.dense_weights().to(outputs_ETD.dtype), outputs_ETD)

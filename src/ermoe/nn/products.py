@@ -121,6 +121,11 @@ def expert_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
+def alone(expert: Expert, x_TD: Tensor) -> Tensor:
+    """The only expert of a stack of one on all rows: nothing to sort, nothing to count."""
+    return expert(x_TD, _OneExpert())
+
+
 def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     """Each product of all experts in one call of ``torch.nn.functional.grouped_mm``."""
     return expert(x_AD, _GroupedRows(count_E, x_AD.shape[0]))

@@ -18,6 +18,7 @@ from ermoe.nn.layer import MixtureLayer
 from ermoe.nn.rivals.base import Base
 from ermoe.nn.rivals.clip_moe import ClipMoE
 from ermoe.nn.rivals.cosine import Cosine
+from ermoe.nn.rivals.emoe import EMoE
 from ermoe.nn.rivals.expert_choice import ExpertChoice
 from ermoe.nn.rivals.loss_free import LossFree
 from ermoe.nn.rivals.soft import Soft
@@ -32,6 +33,7 @@ def _keywords(function: Callable[..., object]) -> list[str]:
 
 
 _OF_EXPERTS = _keywords(build_experts)
+_OF_MLPS = ["gated", "act_layer", "bias", "drop"]
 _OF_START = list(Start.__annotations__)
 
 
@@ -53,9 +55,12 @@ def made_of(settings: type[LayerSettings], *, same_start: bool = False) -> Metho
 
         start = chosen(_OF_START)
         experts = build_experts(dim, hidden_dim, **{"same_start": same_start} | chosen(_OF_EXPERTS), **start)
-        return settings(**chosen(own)).layer(dim, experts, **start)
+        shared = None
+        if options.get("shared_dim") is not None:
+            shared = build_experts(dim, options["shared_dim"], num_experts=1, **chosen(_OF_MLPS), **start)
+        return settings(**chosen(own)).layer(dim, experts, shared, **start)
 
-    return Method(build, [*own, *_OF_EXPERTS, *_OF_START])
+    return Method(build, [*own, *_OF_EXPERTS, "shared_dim", *_OF_START])
 
 
 _EIGEN = [*_keywords(EigenMoE), *_OF_START]
@@ -64,6 +69,7 @@ LAYERS: dict[str, Method] = {
     "logit": Method(partial(EigenMoE, score="logit", balance="none", experts="dense"), _EIGEN),
     "loss-free": made_of(LossFree),
     "cosine": made_of(Cosine),
+    "emoe": made_of(EMoE),
     "v-moe": made_of(VMoE, same_start=True),
     "expert-choice": made_of(ExpertChoice),
     "base": made_of(Base),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ermoe.nn.balance import Balance
 from ermoe.nn.capacity import places, places_per_group, within_capacity
+from ermoe.nn.precision import widen
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
 
@@ -66,6 +67,29 @@ def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
     [[1, 2]]
     """
     return torch.argsort(ranking_TE, dim=-1, descending=True, stable=True)[:, :k]
+
+
+class OneWayRouter(Router):
+    """The router of a layer with one expert: every token goes there with weight 1, and nothing is computed.
+
+    >>> OneWayRouter()(torch.randn(2, 9, 16)).weight_TK.unique().tolist()
+    [1.0]
+    """
+
+    num_experts = 1
+    top_k = 1
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        context_GSD: Tensor | None = None,
+        mask_GS: Tensor | None = None,
+        basis_EDR: Tensor | None = None,
+    ) -> Routing:
+        weight_T1 = widen(x_GSD.new_ones(x_GSD.shape[0] * x_GSD.shape[1], 1))
+        expert_T1 = torch.zeros_like(weight_T1, dtype=torch.long)
+        mask_T = None if mask_GS is None else mask_GS.reshape(-1)
+        return Routing.from_choice(expert_T1, weight_T1, num_experts=1, mask_T=mask_T)
 
 
 class TopKRouter(Router):

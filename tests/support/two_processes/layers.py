@@ -67,7 +67,7 @@ def own_rows(rank, whole):
 def ddp(group):
     for options in (
         {},
-        {"experts": "dense"},
+        {"experts": "dense", "shared_dim": 20},
         {"score": "logit", "top_k": 1},
         {"score": "prototype", "balance": "mean"},
     ):
@@ -115,7 +115,7 @@ def ddp_accumulation(group):
 
 
 def fsdp(group):
-    single, double = model(), model()
+    single, double = model(shared_dim=20), model(shared_dim=20)
     mesh = init_device_mesh("cpu", (2,))
     for block in double:
         fully_shard(block, mesh=mesh)

@@ -58,10 +58,11 @@ def test_the_file_runs_without_ermoe_and_for_other_batches(sparse, suffix, tmp_p
 
 class TestCapacity:
     def test_with_room_for_all_it_is_the_model(self, sparse):
-        limited = apart(ermoe.upcycle(build("test_vit")[0], num_experts=4))
-        before = outputs(limited, photographs(64))
-        limit_places(limited, 2.0)
-        assert distance(outputs(limited, photographs(64)), before) < 1e-4
+        for options in ({}, {"shared": "dense"}, {"num_experts": 1, "top_k": 1}):
+            limited = apart(ermoe.upcycle(build("test_vit")[0], **{"num_experts": 4} | options))
+            before = outputs(limited, photographs(64))
+            limit_places(limited, 2.0)
+            assert distance(outputs(limited, photographs(64)), before) < 1e-4
 
     def test_without_room_pairs_of_low_weight_are_dropped(self):
         """Against the slow twin: token by token, expert by expert."""

@@ -10,7 +10,7 @@ import ermoe
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.errors import UserError
 from ermoe.models.passes import every_expert
-from ermoe.models.presets import PAPER, PRESETS, three_ways
+from ermoe.models.presets import PAPER, PRESETS, ways
 from support.backbones import ACCEPTED, build, outputs, photographs
 
 
@@ -38,12 +38,15 @@ class TestTheArithmeticOfThePaper:
     def test_full_rank(self):
         assert count_of("parity-b16").total_parameters / 1e6 == pytest.approx(342, abs=0.5)
 
-    def test_the_three_ways(self):
-        full, cut, plain, v_moe = (way.count for way in three_ways(ermoe.preset("paper-b16")))
+    def test_the_ways(self):
+        full, cut, plain, shared, v_moe = (way.count for way in ways(ermoe.preset("paper-b16")))
         assert full.flops.experts / v_moe.flops.experts == pytest.approx(1.25, abs=0.01)
         assert cut.flops.experts / v_moe.flops.experts == pytest.approx(0.82, abs=0.01)
         assert plain.flops.experts == v_moe.flops.experts
         assert plain.flops.routing > v_moe.flops.routing
+        flops = shared.flops
+        assert flops.shared_expert == v_moe.flops.experts / 2  # one dense network a token
+        assert 1.1 < (flops.shared_expert + flops.experts + flops.routing + flops.context) / flops.shared_expert < 1.6
 
     def test_what_does_not_fit(self):
         """Two experts a token do not give the paper's active parameters."""

@@ -37,7 +37,7 @@ class TestToDense:
         again = ermoe.to_dense(ermoe.upcycle(dense, num_experts=4, **options))
         assert distance(outputs(again, photographs(size)), outputs(dense, photographs(size))) < 1e-4
 
-    @pytest.mark.parametrize("router", ["eigen", "logit", "cosine", "clip-moe"])
+    @pytest.mark.parametrize("router", ["eigen", "logit", "cosine", "emoe", "clip-moe"])
     def test_outputs_stay_where_weights_sum_to_one(self, router):
         sparse = ermoe.upcycle(build("test_vit")[0], num_experts=4, router=router)
         images = photographs(64)

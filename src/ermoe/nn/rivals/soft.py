@@ -41,8 +41,8 @@ class Soft(LayerSettings):
         if self.slots_per_expert is not None and self.slots_per_expert < 1:
             raise ValueError(f"slots_per_expert={self.slots_per_expert}: every expert needs at least one slot")
 
-    def layer(self, dim: int, experts: Experts, **start: Unpack[Start]) -> SoftMoE:
-        return SoftMoE(dim, experts, self, **start)
+    def layer(self, dim: int, experts: Experts, shared: Experts | None = None, **start: Unpack[Start]) -> SoftMoE:
+        return SoftMoE(dim, experts, self, shared, **start)
 
 
 class SoftMoE(MixtureLayer):
@@ -62,8 +62,10 @@ class SoftMoE(MixtureLayer):
     (torch.Size([2, 12, 16]), 3)
     """
 
-    def __init__(self, dim: int, experts: Experts, settings: Soft, **start: Unpack[Start]) -> None:
-        super().__init__(experts)
+    def __init__(
+        self, dim: int, experts: Experts, settings: Soft, shared: Experts | None = None, **start: Unpack[Start]
+    ) -> None:
+        super().__init__(experts, shared=shared)
         self.settings = settings
         self.slots_per_expert = settings.slots_per_expert or places(
             settings.num_tokens or 0, 1, experts.num_experts, settings.capacity_factor, rounding="round"
@@ -87,7 +89,7 @@ class SoftMoE(MixtureLayer):
             self.tell_observers(self._summary(combine_GSQ.detach(), mask_GS))
         slot_GQD = dispatch_GSQ.mT.to(x.dtype) @ x_GSD
         output_GQD = self._run_experts(slot_GQD)
-        return (combine_GSQ.to(output_GQD.dtype) @ output_GQD).view(x.shape).to(x.dtype)
+        return self.with_shared(combine_GSQ.to(output_GQD.dtype) @ output_GQD, x, mask)
 
     def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """The expert with the largest share in each token's output, as a top-1 routing; experts do not run."""

@@ -69,7 +69,7 @@ def test_every_k_with_and_without_capacity(top_k, below_threshold, capacity_fact
         {"experts": "dense", "gated": True, "score": "prototype"},
         {"bias": False},
         {"rank": DIM, "act_layer": nn.ReLU},
-        {"num_experts": 1, "top_k": 1},
+        {"shared_dim": 14},
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
 )

@@ -235,6 +235,29 @@ def test_observers_see_each_forward_once(name, options):
     assert int(seen[0].count_E.sum()) == len(seen[0].token_A)
 
 
+@pytest.mark.parametrize("name", sorted(set(LAYERS) - {"soft"}))
+def test_a_single_expert_is_not_routed(name):
+    layer = build(name, {"num_experts": 1, **({"top_k": 1} if "top_k" in options_of(name) else {})})
+    assert not list(layer.router.parameters())
+    assert not layer.needs_context
+    x, _ = inputs()
+    mask = (torch.arange(12) < 9).expand(4, -1)
+    y, routing = layer(x, mask=mask), layer.route(x, mask=mask)
+    assert not y[:, 9:].any()
+    assert_close(y[:, :9], layer.experts(x[:, :9].reshape(-1, DIM), torch.tensor([36])).view(4, 9, DIM))
+    assert routing.count_E.tolist() == [36]
+    if "top_k" in options_of(name):
+        with pytest.raises(ValueError, match="top_k=2: need 1 <= top_k <= num_experts=1"):
+            build(name, {"num_experts": 1, "top_k": 2})
+
+
+def test_a_shared_expert_is_one_of_the_same_width():
+    router, experts = build("base").router, build("base").experts
+    for wrong in (experts, ermoe.nn.build_experts(DIM + 1, 8, num_experts=1)):
+        with pytest.raises(ValueError, match=f"need one of width {DIM}"):
+            MoE(router, experts, wrong)
+
+
 def test_context_is_ignored_by_all_but_eigen():
     x, context = inputs()
     for name in set(LAYERS) - {"eigen"}:
@@ -313,6 +336,8 @@ def test_unknown_names_and_options_are_refused():
         ("loss-free", {"top_k": 0}),
         ("cosine", {"temperature": 0}),
         ("cosine", {"top_k": 0}),
+        ("emoe", {"temperature": 0}),
+        ("emoe", {"route_rank": 17}),
     ],
 )
 def test_nonsense_is_refused_by_name(name, options):
