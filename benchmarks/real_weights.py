@@ -155,9 +155,9 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "exact": partial(converted, learning=_NO_LEARNING, top_k=2),
     "clusters-r96": partial(converted, learning=_NO_LEARNING, **_CLUSTERS),
     "clusters-r96-own-bases": partial(converted, learning=_NO_LEARNING, **_CLUSTERS, routing_basis="experts"),
-    "one-r96": partial(converted, learning=_NO_LEARNING, rank=96, num_experts=1, score="prototype", route_rank=1),
+    "one-r96": partial(converted, learning=_NO_LEARNING, rank=96, num_experts=1),
     "clusters-r96-refined": partial(converted, learning=_BY_LAYER, **_CLUSTERS),
-    "one-r96-refined": partial(converted, learning=_BY_LAYER, rank=96, num_experts=1, score="prototype", route_rank=1),
+    "one-r96-refined": partial(converted, learning=_BY_LAYER, rank=96, num_experts=1),
     **{
         f"{kind}-{budget}{stage}": partial(slimmed, learning=learning, budget=budget, num_experts=num_experts)
         for budget in (0.9, 0.8, 0.7)

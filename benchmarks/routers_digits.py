@@ -42,6 +42,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "logit": {"router": "logit"},
     "loss-free": {"router": "loss-free"},
     "cosine": {"router": "cosine"},
+    "emoe": {"router": "emoe"},
     "v-moe": {"router": "v-moe"},
     "v-moe-no-limit": {"router": "v-moe", "eval_capacity_factor": None},
     "expert-choice": {"router": "expert-choice"},

@@ -49,6 +49,7 @@ def layers(shape: Shape) -> dict[str, nn.Module]:
         "logit": {},
         "loss-free": {},
         "cosine": {},
+        "emoe": {},
         "v-moe": {},
         "expert-choice": {},
         "base": {},

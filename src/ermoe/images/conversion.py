@@ -44,9 +44,11 @@ class Upcycle:
     blocks: str = "every-2"
     """Which blocks get experts: every-n, last-n or all."""
     rank: int | None = None
-    """Rank of expert weights; full by default."""
+    """Rank of expert weights; full by default, and a quarter of the model's width beside a shared network."""
     hidden_dim: int | None = None
-    """Hidden width of experts; that of the dense network by default."""
+    """Hidden width of experts; that of the dense network by default, and half the model's width beside a shared one."""
+    shared: Literal["dense"] | None = None
+    """dense: the dense network stays, and experts of small width and rank add to it."""
     images: int = 1000
     """Images of DATA that are looked at."""
     seed: int = 0
@@ -59,12 +61,12 @@ class Upcycle:
         from ermoe.models.io import save
         from ermoe.models.upcycle import upcycle
 
-        if self.data is None and (self.init == "clusters" or self.hidden_dim is not None):
+        if self.data is None and (self.init == "clusters" or (self.hidden_dim is not None and self.shared is None)):
             raise UserError("experts are fitted to images: name a folder of images after the model")
         with self.machine.started(console) as compute:
             dense = dense_model(self.model, self.weights, compute)
             batches = None if self.data is None else _plain(dense, self.data, self.images, self.seed, compute)
-            names = ("init", "num_experts", "top_k", "blocks", "rank", "hidden_dim")
+            names = ("init", "num_experts", "top_k", "blocks", "rank", "hidden_dim", "shared")
             options: dict[str, Any] = {name: getattr(self, name) for name in names}
             options["generator"] = torch.Generator().manual_seed(self.seed)
             sparse: Any = upcycle(dense, calibration=batches, **options)

@@ -156,6 +156,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ermoe": {"balance": "offset"},
     "ermoe-mean": {"balance": "mean"},
     "ermoe-none": {"balance": "none"},
+    "ermoe-shared": {"balance": "offset", "shared": "dense"},
     "v-moe": {"router": "v-moe"},
     "gate": {"router": "logit"},
     "gate-loss-free": {"router": "loss-free"},
@@ -163,6 +164,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "expert-choice": {"router": "expert-choice"},
     "base": {"router": "base"},
     "cosine": {"router": "cosine"},
+    "emoe": {"router": "emoe"},
     "dense": None,
 }
 # The paper's own layer: rank inferred from its 243.0 M parameters, no offsets. See ermoe.models.presets.

@@ -29,6 +29,7 @@ from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.models.weights.compare import difference
 from ermoe.nn import Balance
+from ermoe.nn.routers import OneWayRouter
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Where training scripts put the weights among other things.
@@ -334,6 +335,9 @@ def load_state(
     something, like complex numbers for real ones. Weights that are not numbers, the end of a run that diverged, are
     refused always.
     """
+    # What routers of single experts kept when they computed something is not missed.
+    idle = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, OneWayRouter))
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(idle)}
     wanted = model.state_dict()
     shared = {name: state[name] for name in wanted if name in state and not name.endswith(_CHECKS_ITSELF)}
     shapes = {
