@@ -34,14 +34,16 @@ _TOKENS_TO_GROUP = 16_384
 _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
+_SHARE_OF_OTHERS = 0.3  # of the weight of an expert's own tokens
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFit:
     """How near a layer of fitted experts comes to its dense network, on tokens it was not fitted to.
 
-    ``error`` is ‖ŷ − y‖ / ‖y‖, ``one_expert_error`` the same of a single expert of that width and rank for all tokens,
-    and ``load_cv2`` the variance of the experts' loads over their squared mean.
+    ``error`` is ‖ŷ − y‖ / ‖y‖, tokens and directions weighed by what they mean for the answer; ``one_expert_error`` the
+    same of a single expert of that width and rank for all tokens; ``load_cv2`` the variance of the experts' loads over
+    their squared mean.
     """
 
     error: float
@@ -61,8 +63,8 @@ def fill_from_groups(
     experts = layer.experts
     if len(tokens) < _KEPT_APART * experts.num_experts:
         raise UserError(f"calibration= has {len(tokens)} tokens for {experts.num_experts} experts: pass more images")
-    apart_T = torch.arange(len(tokens), device=tokens.x_TD.device) % _KEPT_APART == 0
-    apart, tokens = tokens.where(apart_T), tokens.where(~apart_T)
+    tokens, choosing, judging = _parts(tokens)
+    one = fitted(ffn, tokens, *experts.size)
     expert_TK = group(tokens.x_TD, experts.num_experts, generator).unsqueeze(1)
     routes_by_experts = isinstance(layer.score, PrototypeScore) and layer.score.basis is None
     for _ in range(_ROUTER_ROUNDS if experts.num_experts > 1 else 0):
@@ -71,11 +73,17 @@ def fill_from_groups(
         _aim(layer, tokens.x_TD, expert_TK[:, 0])
         expert_TK = _chosen(layer, tokens.x_TD)
     if not routes_by_experts:
-        _fit_experts(layer, ffn, tokens, expert_TK)
+        _fit_experts(layer, ffn, tokens, expert_TK, one, choosing, generator)
     if layer.shared is not None:
         keep_dense(layer, ffn)
         return None
-    return _judge(layer, ffn, tokens, apart)
+    return _judge(layer, ffn, one, judging, len(tokens))
+
+
+def _parts(tokens: Tokens) -> tuple[Tokens, Tokens, Tokens]:
+    """Most of them to fit to, some to choose among fits, some to judge the choice."""
+    number_T = torch.arange(len(tokens), device=tokens.x_TD.device) % (2 * _KEPT_APART)
+    return tokens.where(number_T % _KEPT_APART != 0), tokens.where(number_T == 0), tokens.where(number_T == _KEPT_APART)
 
 
 def group(x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Tensor:
@@ -192,43 +200,68 @@ def _chosen(layer: MixtureLayer, x_TD: Tensor) -> Tensor:
     return expert_TK
 
 
-def _fit_experts(layer: MixtureLayer, ffn: FFN, tokens: Tokens, expert_TK: Tensor) -> None:
-    """Makes each expert the best version of ``ffn`` for the tokens that go to it, or for all if none does."""
+def _fit_experts(
+    layer: MixtureLayer,
+    ffn: FFN,
+    tokens: Tokens,
+    expert_TK: Tensor,
+    one: FFN | None = None,
+    choosing: Tokens | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Makes each expert the best version of ``ffn`` for the tokens that go to it, or for all if none does.
+
+    Given ``one``, the best for all tokens, and tokens to choose by: the best there of that one, of what was fitted to
+    the expert's own tokens, and of what was fitted to others too. Where few tokens matter, as the class tokens of a
+    last block, a group has too few of them.
+    """
+    size = layer.experts.size
+    goes_TK = None if choosing is None else _chosen(layer, choosing.x_TD)
     for expert in range(layer.experts.num_experts):
         own_T = (expert_TK == expert).any(1)
-        network = fitted(ffn, tokens.where(own_T) if bool(own_T.any()) else tokens, *layer.experts.size)
-        write_expert(layer.experts, expert, network)
+        own = tokens.where(own_T) if bool(own_T.any()) else tokens
+        fits = [fitted(ffn, own, *size)]
+        if one is not None and choosing is not None and goes_TK is not None and len(own) < len(tokens):
+            mixed = own.and_some_of(tokens.where(~own_T), _SHARE_OF_OTHERS, generator)
+            fits += [one, fitted(ffn, mixed, *size)]
+            judge = choosing.where((goes_TK == expert).any(1)).by_cost()
+            fits.sort(key=lambda network: _squared_error(network(judge.x_TD), ffn(judge.x_TD), judge))
+        write_expert(layer.experts, expert, fits[0])
 
 
 @torch.no_grad()
 def errors_by_groups(ffn: FFN, tokens: Tokens, num_experts: int, widths: Sequence[int]) -> list[float]:
-    """Weighted mean of ‖ŷ − y‖² over all tokens, with an expert a group, for each of the ``widths``."""
+    """Mean of ‖(ŷ − y) L‖² over all tokens by their cost, with an expert a group, for each of the ``widths``."""
     group_T = group(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))
     total = [0.0] * len(widths)
+    cost_T = tokens.by_cost().weight_T
     for expert in range(num_experts):
         own = tokens.where(group_T == expert)
         if len(own) > 1:  # one half chooses, the other judges
-            share = float(own.weight_T.sum()) / len(tokens)
+            share = float(cost_T[group_T == expert].sum()) / len(tokens)
             errors = errors_of_widths(ffn, own, widths)
             total = [sum_so_far + share * error for sum_so_far, error in zip(total, errors, strict=True)]
     return total
 
 
-def _judge(layer: MixtureLayer, ffn: FFN, tokens: Tokens, apart: Tokens) -> GroupFit:
+def _judge(layer: MixtureLayer, ffn: FFN, one: FFN, tokens: Tokens, num_fitted_to: int) -> GroupFit:
     assert isinstance(layer, MoE)
-    one = fitted(ffn, tokens, *layer.experts.size)
-    routing = _routed(layer, apart.x_TD)
-    wanted_TD = ffn(apart.x_TD)
+    routing = _routed(layer, tokens.x_TD)
+    wanted_TD = ffn(tokens.x_TD)
     with evaluating(layer):
-        mixed_TD = layer.mix(apart.x_TD, routing)
+        mixed_TD = layer.mix(tokens.x_TD, routing)
+    whole = _squared_error(torch.zeros_like(wanted_TD), wanted_TD, tokens)
     load_E = routing.count_E.double()
     return GroupFit(
-        error=_relative(mixed_TD, wanted_TD),
-        one_expert_error=_relative(one(apart.x_TD), wanted_TD),
+        error=(_squared_error(mixed_TD, wanted_TD, tokens) / whole) ** 0.5,
+        one_expert_error=(_squared_error(one(tokens.x_TD), wanted_TD, tokens) / whole) ** 0.5,
         load_cv2=float(load_E.var(correction=0) / load_E.mean().square()),
-        num_tokens=len(tokens),
+        num_tokens=num_fitted_to,
     )
 
 
-def _relative(found_TD: Tensor, wanted_TD: Tensor) -> float:
-    return float((found_TD - wanted_TD).norm() / wanted_TD.norm())
+def _squared_error(found_TD: Tensor, wanted_TD: Tensor, tokens: Tokens) -> float:
+    """Σ w ‖(ŷ − y) L‖²."""
+    apart_TD = found_TD - wanted_TD
+    apart_TD = apart_TD if tokens.metric_DD is None else apart_TD @ tokens.metric_DD
+    return float(tokens.weight_T @ apart_TD.square().sum(1))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ermoe.models.backbones import FFN, Linear
-from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
+from ermoe.models.tokens import Tokens
 
 _TOKENS_FOR_SLOPES = 16_384
 _RIDGE = 1e-3  # of a mean variance
@@ -32,26 +32,40 @@ def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN
 
     Full width and rank give the network itself.
     """
-    network = _narrowed(ffn, tokens, width)
-    if rank is None or rank >= min(network.up.W.shape):
-        return network
-    network = _cut(network, tokens, rank)
-    return replace(network, down=_solved(network, ffn, tokens, rank))
+    is_low_rank = rank is not None and rank < min(ffn.dim, width)
+    if width >= ffn.hidden_dim and not is_low_rank:
+        return ffn
+    in_metric = ffn if tokens.metric_DD is None else _mapped(ffn, tokens.metric_DD)
+    network = _narrowed(in_metric, tokens, width)
+    if is_low_rank:
+        assert rank is not None
+        network = _cut(network, tokens, rank)
+        network = replace(network, down=_solved(network, in_metric, tokens, rank))
+    return network if tokens.metric_DD is None else _mapped(network, torch.linalg.inv(tokens.metric_DD.double()))
+
+
+def _mapped(ffn: FFN, map_DD: Tensor) -> FFN:
+    """The network whose outputs are those of ``ffn`` times a matrix."""
+    W, b = ((None if part is None else (part.to(map_DD) @ map_DD).to(part)) for part in (ffn.down.W, ffn.down.b))
+    assert W is not None
+    down = Linear(W, b)
+    return replace(ffn, down=down)
 
 
 @torch.no_grad()
 def errors_of_widths(ffn: FFN, tokens: Tokens, widths: Sequence[int]) -> list[float]:
-    """Weighted mean of ‖ŷ − y‖² over tokens for `fitted` networks of each of the ``widths``, in closed form.
+    """Mean of ‖(ŷ − y) L‖² over tokens by their cost for `fitted` networks of each of the ``widths``, in closed form.
 
     With S the covariance of hidden units, of which k are kept and mapped by B, it is
     tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B). Units and B are chosen by one half of the tokens, S is that of the other:
     where few tokens matter, a fit says little about others like them.
     """
+    ffn = ffn if tokens.metric_DD is None else _mapped(ffn, tokens.metric_DD)
     weight_HD = ffn.down.W.double()
     half_T = torch.arange(len(tokens), device=tokens.x_TD.device) % 2 == 0
     chosen_by, judged_by = (
         _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in half.parts())
-        for half in (tokens.where(half_T), tokens.where(~half_T))
+        for half in (tokens.where(half_T), tokens.where(~half_T).by_cost())
     )
     known_HH, other_HH = (moments.covariance(centred=ffn.has_bias) for moments in (chosen_by, judged_by))
     order_H = _by_part(known_HH, weight_HD)
@@ -116,25 +130,25 @@ def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
         bias = None if linear.b is None else linear.b + (moments.mean @ (W - truncated)).to(linear.b.dtype)
         return Linear(truncated.to(linear.W.dtype), bias)
 
-    slopes = _squared_slopes(ffn, tokens.x_TD)
+    slopes = _squared_slopes(ffn, tokens)
     if ffn.gate is None:
         return replace(ffn, up=cut(ffn.up, slopes[0]))
     return replace(ffn, gate=cut(ffn.gate, slopes[0]), up=cut(ffn.up, slopes[1]))
 
 
-def _squared_slopes(ffn: FFN, x_TD: Tensor) -> list[Tensor]:
+def _squared_slopes(ffn: FFN, tokens: Tokens) -> list[Tensor]:
     """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each."""
     entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
     totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
-    x_TD = x_TD[:_TOKENS_FOR_SLOPES]
-    for x in x_TD.split(TOKENS_AT_ONCE):
+    some = tokens.where(torch.arange(min(len(tokens), _TOKENS_FOR_SLOPES), device=tokens.x_TD.device))
+    for x, weight_T in some.parts():
         with torch.enable_grad():
             pre = [linear(x).detach().requires_grad_() for linear in entries]
             hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
             slopes = torch.autograd.grad(hidden.sum(), pre)
         for total, slope in zip(totals, slopes, strict=True):
-            total += slope.square().sum(0).double()
-    return [total / len(x_TD) for total in totals]
+            total += (weight_T @ slope.square()).double()
+    return [total / some.weight_T.sum() for total in totals]
 
 
 def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:

@@ -2,7 +2,8 @@
 
 An error Δ in the output of a network changes the answers by KL ≈ ½ E[(g·Δ)²], with g the gradient of the
 log-probability of a class drawn from the model's own answer (the Fisher information). So tokens are weighed by ‖g‖: the
-class token of a last block is nearly all that matters there, though it is one of hundreds.
+class token of a last block is nearly all that matters there, though it is one of hundreds. And errors are measured as
+‖Δ L‖ with L² ∝ E[gᵀg]: a direction of the output that no answer depends on costs nothing.
 
 Letters: B images, N tokens of an image, T tokens, D model width, C classes.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ _LEAST_WEIGHT = 0.1  # of the mean
 class Tokens:
     """Tokens x (T, D) that enter a network, their weights (T,) of mean 1, and what an error there costs the answers.
 
-    ``cost`` is the mean of ‖g‖² over tokens: KL a token for an error of length √(2 D).
+    ``metric_DD`` is L, symmetric, with a mean squared eigenvalue of 1; None for plain lengths. ``cost`` is the mean of
+    ‖g‖² over tokens: KL a token for an error of length √(2 D).
     """
 
     x_TD: Tensor
     weight_T: Tensor
+    metric_DD: Tensor | None = None
     cost: float = 1.0
 
     def __len__(self) -> int:
@@ -43,7 +46,21 @@ class Tokens:
 
     def where(self, chosen_T: Tensor) -> Tokens:
         """Some of them."""
-        return Tokens(self.x_TD[chosen_T], self.weight_T[chosen_T], self.cost)
+        return replace(self, x_TD=self.x_TD[chosen_T], weight_T=self.weight_T[chosen_T])
+
+    def and_some_of(self, others: Tokens, share: float, generator: torch.Generator | None = None) -> Tokens:
+        """These and as many of the others, drawn by their weights, which weigh ``share`` of these together."""
+        chance_T = others.weight_T.cpu()[: 2**24]  # as many as `multinomial` takes
+        drawn_T = torch.multinomial(chance_T, len(self), replacement=True, generator=generator).to(self.x_TD.device)
+        weight_T = (share * self.weight_T.mean()).expand(len(drawn_T))
+        order_T = torch.randperm(2 * len(self), generator=generator).to(self.x_TD.device)
+        x_TD = torch.cat([self.x_TD, others.x_TD[drawn_T]])[order_T]
+        return replace(self, x_TD=x_TD, weight_T=torch.cat([self.weight_T, weight_T])[order_T])
+
+    def by_cost(self) -> Tokens:
+        """These, weighed by ‖g‖²: not to fit to, for then a few would be all, but to judge by."""
+        square_T = self.weight_T.square()
+        return replace(self, weight_T=square_T / square_T.mean())
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """A few thousand tokens and their weights at a time."""
@@ -78,10 +95,10 @@ class TokenSample:
         return kept_TD[torch.randperm(len(kept_TD), generator=self._generator).to(kept_TD.device)]
 
 
-def tokens_and_costs(
+def tokens_and_gradients(
     model: nn.Module, networks: Networks, batches: Iterable[Any]
 ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """For every batch, the tokens (B, N, D) that enter each network and their ‖g‖² (B, N), by name."""
+    """For every batch, the tokens that enter each network and the gradients g of what leaves it, (B, N, D) both."""
     generator = torch.Generator().manual_seed(0)
     entered: dict[str, Tensor] = {}
     left: dict[str, Tensor] = {}
@@ -106,8 +123,7 @@ def tokens_and_costs(
             hooks.callback(dense_network(block).register_forward_hook(leaves(name)).remove)
         for output in outputs(model, batches):
             gradients = torch.autograd.grad(_log_probability(output, generator), list(left.values()))
-            costs = (gradient.float().square().sum(-1) for gradient in gradients)
-            yield {name: (entered[name], cost) for name, cost in zip(left, costs, strict=True)}
+            yield {name: (entered[name], g_BND.float()) for name, g_BND in zip(left, gradients, strict=True)}
 
 
 def sample_tokens(
@@ -115,10 +131,13 @@ def sample_tokens(
 ) -> dict[str, Tokens]:
     """Tokens that enter each of the networks while the model runs over ``batches``; memory does not grow with them."""
     samples = {name: TokenSample(max_tokens, seed=0) for name in networks}
-    for passed in tokens_and_costs(model, networks, batches):
-        for name, (x_BND, cost_BN) in passed.items():
-            samples[name].add(torch.cat([x_BND.flatten(0, -2).float(), cost_BN.reshape(-1, 1)], 1))
-    return {name: _weighed(sample.rows()) for name, sample in samples.items()}
+    fisher: dict[str, Tensor] = {}
+    for passed in tokens_and_gradients(model, networks, batches):
+        for name, (x_BND, g_BND) in passed.items():
+            x_TD, g_TD = x_BND.flatten(0, -2).float(), g_BND.flatten(0, -2)
+            samples[name].add(torch.cat([x_TD, g_TD.square().sum(1, keepdim=True)], 1))
+            fisher[name] = fisher.get(name, 0) + g_TD.mT @ g_TD
+    return {name: _weighed(sample.rows(), metric_of(fisher[name])) for name, sample in samples.items()}
 
 
 def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
@@ -130,9 +149,19 @@ def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
     return log_probability
 
 
-def _weighed(row_TD: Tensor) -> Tokens:
+def _weighed(row_TD: Tensor, metric_DD: Tensor) -> Tokens:
     cost_T = row_TD[:, -1]
-    return Tokens(row_TD[:, :-1], weights_of(cost_T), float(cost_T.mean()))
+    return Tokens(row_TD[:, :-1], weights_of(cost_T), metric_DD, float(cost_T.mean()))
+
+
+def metric_of(fisher_DD: Tensor) -> Tensor:
+    """L with L² = E[gᵀg] over its mean eigenvalue, and a little of the unit matrix, for all that a sample misses."""
+    eigenvalue_D, eigenvector_DD = torch.linalg.eigh(fisher_DD.double())
+    eigenvalue_D = eigenvalue_D.clamp_min(0)
+    eigenvalue_D = eigenvalue_D + _LEAST_WEIGHT * eigenvalue_D.mean() + 1e-30
+    root_D = (eigenvalue_D / eigenvalue_D.mean()).sqrt()
+    metric_DD: Tensor = (eigenvector_DD * root_D) @ eigenvector_DD.mT
+    return metric_DD.to(fisher_DD.dtype)
 
 
 def weights_of(cost: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A sparse model learns to answer as its dense teacher does, from images without labels: layer by layer, then whole.
 
 Layer by layer, every mixture learns to give the outputs of the dense network it stands for, on the tokens it really
-meets: the model runs, no gradient leaves a layer, and all layers learn at once. Tokens weigh what they mean for the
-answer, position by position (`ermoe.models.tokens`). As a whole, the model learns the teacher's answers:
+meets: the model runs, no gradient leaves a layer, and all layers learn at once. Positions and directions weigh what
+they mean for the answer (`ermoe.models.tokens`). As a whole, the model learns the teacher's answers:
 KL(teacher ‖ model) of the class probabilities.
 
 Letters: B images, C classes, N tokens of an image, D model width.
@@ -30,7 +30,7 @@ from ermoe.models.backbones import FFN, SparseBlock, family_of
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.freeze import freeze
 from ermoe.models.passes import evaluating, images_of, refuse_tensor
-from ermoe.models.tokens import Networks, tokens_and_costs, weights_of
+from ermoe.models.tokens import Networks, metric_of, tokens_and_gradients, weights_of
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
@@ -191,7 +191,7 @@ class _Pair:
     compute: Compute
     calibration: Iterable[Any] | None
     networks: dict[str, FFN] = field(init=False)
-    weight_N: dict[str, Tensor] = field(init=False)
+    measure: dict[str, tuple[Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         family = family_of(self.model)
@@ -206,16 +206,18 @@ class _Pair:
         if not stood_for:
             raise UserError("this model has no experts: make it sparse with ermoe.upcycle first")
         self.networks = {name: ffn for name, (_, ffn) in stood_for.items()}
-        self.weight_N = self._weights(stood_for)
+        self.measure = self._measure(stood_for)
 
-    def _weights(self, networks: Networks) -> dict[str, Tensor]:
-        """What the tokens of each position mean for the teacher's answers, by layer; of mean 1."""
+    def _measure(self, networks: Networks) -> dict[str, tuple[Tensor, Tensor]]:
+        """What positions (N,) and directions (D, D) mean for the teacher's answers, by layer."""
         images = (self.images(batch) for batch in islice(self.steps.epoch(0), _BATCHES_TO_WEIGH))
-        costs: dict[str, list[Tensor]] = {name: [] for name in networks}
-        for passed in tokens_and_costs(self.teacher, networks, images):
-            for name, (_, cost_BN) in passed.items():
-                costs[name].append(cost_BN.mean(0))
-        return {name: weights_of(torch.stack(cost).mean(0)) for name, cost in costs.items()}
+        costs: dict[str, Tensor] = {}
+        fisher: dict[str, Tensor] = {}
+        for passed in tokens_and_gradients(self.teacher, networks, images):
+            for name, (_, g_BND) in passed.items():
+                costs[name] = costs.get(name, 0) + g_BND.square().sum(2).mean(0)
+                fisher[name] = fisher.get(name, 0) + g_BND.flatten(0, 1).mT @ g_BND.flatten(0, 1)
+        return {name: (weights_of(costs[name]), metric_of(fisher[name])) for name in networks}
 
     def images(self, batch: Any) -> Tensor:
         """Its images as the model takes them."""
@@ -223,7 +225,7 @@ class _Pair:
 
     @contextmanager
     def layer_errors(self) -> Iterator[dict[str, Tensor]]:
-        """Within it, every pass of the model yields Σ w‖ŷ − y‖² / Σ w‖y‖² by layer, and no gradient leaves a layer."""
+        """Within it, a pass of the model yields Σ w‖(ŷ − y)L‖² / Σ w‖yL‖² by layer, and no gradient leaves a layer."""
         errors: dict[str, Tensor] = {}
 
         def cut_off(layer: MixtureLayer, args: Any, kwargs: Any) -> Any:
@@ -234,9 +236,12 @@ class _Pair:
             def hook(layer: MixtureLayer, args: tuple[Tensor, ...], out_BND: Tensor) -> Tensor:
                 with torch.no_grad():
                     wanted_BND = ffn(args[0].flatten(0, -2)).view_as(out_BND)
-                squares_BN, wanted_BN = (z.square().sum(-1) for z in (out_BND - wanted_BND, wanted_BND))
-                weight_N = self.weight_N[name]
-                errors[name] = (weight_N * squares_BN).sum() / (weight_N * wanted_BN).sum()
+                weight_N, metric_DD = self.measure[name]
+                missed, whole = (
+                    (weight_N * (y_BND @ metric_DD).square().sum(-1)).sum()
+                    for y_BND in (out_BND - wanted_BND, wanted_BND)
+                )
+                errors[name] = missed / whole
                 return out_BND.detach()
 
             return hook

@@ -122,7 +122,7 @@ def test_no_entering_weight_of_that_rank_is_better():
     ffn = network()
     x = torch.randn(400, 12, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 2, 12) + 0.5
     cut = fitting._cut(ffn, alike(x), 4)
-    (slope,) = fitting._squared_slopes(ffn, x)
+    (slope,) = fitting._squared_slopes(ffn, alike(x))
     weighed = (slope * ffn.down.W.double().square().sum(1)).sqrt()
     centred = (x - x.mean(0)).double()
     error = (centred @ (ffn.up.W.double() - cut.up.W.double()) * weighed).norm()
