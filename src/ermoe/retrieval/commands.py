@@ -47,8 +47,9 @@ class Train:
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
-    """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, tiny, openai-b16, laion-b16, imagenet-b16 and
-    METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip, FAMILY-fix-clip-style."""
+    """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, deit-tiny, tiny, openai-b16, laion-b16,
+    imagenet-b16 and METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip,
+    FAMILY-fix-clip-style."""
     data: _Data
     recipe: RetrievalRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
