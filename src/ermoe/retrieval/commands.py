@@ -248,6 +248,8 @@ class Convert:
 
     def __call__(self, console: Console) -> None:
         chosen = recipe(self.preset)
+        if chosen.weights_of != "clip":
+            raise UserError(f"{self.preset} brings no text tower from a file: train it with ermoe retrieve train")
         from ermoe.models.io import save
 
         save(chosen.build(weights=self.weights), self.out)

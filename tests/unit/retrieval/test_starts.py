@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from ermoe.errors import UserError
+from ermoe.retrieval.commands import Convert
 from ermoe.retrieval.presets import TextShape, recipe
 from ermoe.retrieval.run import train
 from ermoe.train.trainer import build_optimizer, set_learning_rate
@@ -70,6 +72,8 @@ def test_deit_tiny_says_which_file_it_wants(deit, tmp_path):
         train("deit-tiny-ermoe", tmp_path, tmp_path / "run")
     with pytest.raises(UserError, match="has one file, for its image tower"):
         small_deit("dense").build(weights=deit, image_weights=deit)
+    with pytest.raises(UserError, match="brings no text tower"):
+        Convert("deit-tiny-dense", deit, tmp_path / "model")(Console())
     with pytest.raises(UserError, match="must know something"):
         small_deit("dense-frozen").build(weights=deit)
     with pytest.raises(UserError, match="image_lr=-1"):
