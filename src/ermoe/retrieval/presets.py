@@ -159,7 +159,7 @@ def deit_tiny(sparsity: dict[str, Any] | None, *, text_tower: str = "tuned") -> 
         "deit_tiny_patch16_224",
         TextShape(context_length=40, width=192, heads=3, layers=3),
         Training(
-            epochs=10, batch_size=64, base_lr=4e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=46,
+            epochs=8, batch_size=64, base_lr=4e-3, weight_decay=0.1, warmup_epochs=1.0, ema=0.99, log_every=46,
             orthogonality_every=10,
         ),
         Augmentation(),
