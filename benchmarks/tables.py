@@ -171,6 +171,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
+    "flickr8k-deit": lambda: retrieval_flickr8k.towers(lines_of("flickr8k_deit")),
+    "flickr8k-deit-pairs": lambda: retrieval_flickr8k.pairs(lines_of("flickr8k_deit")),
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,

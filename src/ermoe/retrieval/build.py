@@ -42,15 +42,25 @@ def build(recipe: RetrievalRecipe) -> CLIP:
 
 
 def _start_towers(model: CLIP, recipe: RetrievalRecipe) -> None:
-    if recipe.weights is not None:
-        parts = ("image", "text") if recipe.image_weights is None else ("text",)
-        load_clip_weights(model, recipe.weights, parts=parts)
-    if recipe.image_weights is not None:
-        _load_image_tower(model, recipe.image_weights)
+    clip_file, image_file = _files(recipe)
+    if clip_file is not None:
+        parts = ("image", "text") if image_file is None else ("text",)
+        load_clip_weights(model, clip_file, parts=parts)
+    if image_file is not None:
+        _load_image_tower(model, image_file)
     if recipe.text_from is not None:
         _take_text_tower(model, recipe.text_from)
-    if recipe.text_tower == "frozen" and recipe.weights is None and recipe.text_from is None:
+    if recipe.text_tower == "frozen" and clip_file is None and recipe.text_from is None:
         raise UserError("a frozen text tower must know something: give --weights of a CLIP, or --text-from a run")
+
+
+def _files(recipe: RetrievalRecipe) -> tuple[str | None, str | None]:
+    """The file of a CLIP and that of a ViT for the image tower, as far as they are given."""
+    if recipe.weights_of == "clip":
+        return recipe.weights, recipe.image_weights
+    if recipe.image_weights is not None:
+        raise UserError(f"{recipe.preset} has one file, for its image tower: give it with --weights")
+    return None, recipe.weights
 
 
 def _load_image_tower(model: CLIP, path: str) -> None:

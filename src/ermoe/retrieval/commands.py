@@ -47,8 +47,9 @@ class Train:
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
-    """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, tiny, openai-b16, laion-b16, imagenet-b16 and
-    METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip, FAMILY-fix-clip-style."""
+    """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, deit-tiny, tiny, openai-b16, laion-b16,
+    imagenet-b16 and METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip,
+    FAMILY-fix-clip-style."""
     data: _Data
     recipe: RetrievalRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
@@ -247,6 +248,8 @@ class Convert:
 
     def __call__(self, console: Console) -> None:
         chosen = recipe(self.preset)
+        if chosen.weights_of != "clip":
+            raise UserError(f"{self.preset} brings no text tower from a file: train it with ermoe retrieve train")
         from ermoe.models.io import save
 
         save(chosen.build(weights=self.weights), self.out)

@@ -50,6 +50,7 @@ class Contrastive(Task):
         self.recipe = recipe
         self.compute = compute
         self.objective = OBJECTIVES[recipe.variant]
+        self.lr_scales = {"visual.trunk.": recipe.image_lr}
         self.train_set, self.dev_set = data.splits(model.visual.image_size[0])
         self.source = CaptionedSource(
             image_transform(model, recipe.augmentation, training.seed).of(self.train_set.images),

@@ -39,10 +39,18 @@ def train(
     """
     compute, changes = kit.means_among(changes, compute)
     chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
-    starts_from_clip = chosen.preset != "own" and chosen.init == "dense"
-    if starts_from_clip and chosen.weights is None and chosen.text_from is None:
-        raise UserError(f"{chosen.preset} starts from a CLIP: give its file with --weights")
+    _refuse_to_start_from_nothing(chosen)
     if chosen.text_from is not None:  # config.json names the very epoch
         chosen = replace(chosen, text_from=str(model_folder(chosen.text_from, prefer="best")))
     captioned = CaptionedImages.open(data, protocol, images=images, cache=cache)
     return kit.train(chosen, captioned, folder, compute=compute, resume=resume)
+
+
+def _refuse_to_start_from_nothing(chosen: RetrievalRecipe) -> None:
+    """A preset that is made for weights from a file needs one; a text tower of ours may stand in for a CLIP."""
+    if chosen.preset == "own" or chosen.init != "dense" or chosen.weights is not None:
+        return
+    if chosen.weights_of == "image-tower":
+        raise UserError(f"{chosen.preset} starts from a {chosen.architecture}: give its file with --weights")
+    if chosen.text_from is None:
+        raise UserError(f"{chosen.preset} starts from a CLIP: give its file with --weights")

@@ -8,8 +8,9 @@ run that was killed anywhere ends exactly as if nothing had happened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,12 +36,14 @@ class Task(Protocol):
     Those who inherit from it settle and remember nothing unless they say what.
 
     ``goal`` names the figure of `evaluate` by which the best epoch is chosen; larger is better. ``judged_after`` are
-    epochs, counted from 1, after which `evaluate` is called besides those that the settings ask for.
+    epochs, counted from 1, after which `evaluate` is called besides those that the settings ask for. ``lr_scales`` are
+    factors on the learning rate of parts of the model, by what the names of their parameters begin with.
     """
 
     model: nn.Module
     goal: str
     judged_after: tuple[int, ...] = ()
+    lr_scales: Mapping[str, float] = MappingProxyType({})
 
     @property
     def steps_per_epoch(self) -> int:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,7 @@ class Trainer:
         model = task.model.to(group.device, torch.float64 if settings.precision == "fp64" else None)
         skeleton = copy.deepcopy(model).cpu() if is_sharded else model  # ermoe.save wants a whole model
         network = parallelise(model, group, compute.parallel)
-        optimizer = build_optimizer(model, settings)
+        optimizer = build_optimizer(model, settings, task.lr_scales)
         scaler = torch.amp.GradScaler(group.device.type, enabled=settings.precision == "fp16")
         average = Average(model, settings.ema) if settings.ema else None
         if compute.compile:
@@ -236,10 +236,13 @@ def _diverged(finding: str) -> UserError:
     )
 
 
-def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, settings: Training, lr_scales: Mapping[str, float] | None = None
+) -> torch.optim.AdamW:
     """AdamW. Bases, s, ψ, norms, biases and what the backbone itself exempts (position embeddings) do not decay.
 
-    Each group carries ``lr_scale``, by which `set_learning_rate` multiplies: its layer's decay, times ``basis_lr``.
+    Each group carries ``lr_scale``, by which `set_learning_rate` multiplies: its layer's decay, times ``basis_lr``,
+    times what ``lr_scales`` says of parameters whose names begin so.
     """
     exempt = no_weight_decay(model)
     if callable(own := getattr(model, "no_weight_decay", None)):
@@ -253,16 +256,19 @@ def build_optimizer(model: nn.Module, settings: Training) -> torch.optim.AdamW:
         groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=exempt)
     for group in groups:
         group.setdefault("lr_scale", 1.0)
-    is_basis = {id(basis) for basis in bases(model)}
-    if settings.basis_lr != 1:
-        groups = [part for group in groups for part in _bases_apart(group, is_basis, settings.basis_lr)]
+    slowed = [({id(basis) for basis in bases(model)}, settings.basis_lr)]
+    for start, factor in (lr_scales or {}).items():
+        slowed.append(({id(own) for name, own in model.named_parameters() if name.startswith(start)}, factor))
+    for chosen, factor in slowed:
+        if factor != 1:
+            groups = [part for group in groups for part in _apart(group, chosen, factor)]
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
-def _bases_apart(group: dict[str, Any], is_basis: set[int], factor: float) -> list[dict[str, Any]]:
-    """A group of parameters as two, of which the one with the bases learns at ``factor`` times the rate."""
-    own = [parameter for parameter in group["params"] if id(parameter) in is_basis]
-    others = [parameter for parameter in group["params"] if id(parameter) not in is_basis]
+def _apart(group: dict[str, Any], chosen: set[int], factor: float) -> list[dict[str, Any]]:
+    """A group of parameters as two, of which the one with the chosen ones learns at ``factor`` times the rate."""
+    own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+    others = [parameter for parameter in group["params"] if id(parameter) not in chosen]
     slowed = {**group, "params": own, "lr_scale": factor * group["lr_scale"]}
     return [part for part in ({**group, "params": others}, slowed) if part["params"]]
 

@@ -64,10 +64,16 @@ def test_a_frozen_text_tower_is_byte_identical_after_training(flickr, dense_run,
     assert not torch.equal(before["visual.head.proj.weight"], after["visual.head.proj.weight"])
 
 
-def test_a_tuned_text_tower_moves_on_from_where_it_was_taken(flickr, dense_run, tmp_path):
-    train("tiny-dense", flickr, tmp_path / "run", text_from=str(dense_run), cache=True)
+def test_a_tuned_text_tower_moves_on_from_where_it_was_taken_and_an_image_tower_of_rate_zero_stays(
+    flickr, dense_run, tmp_path
+):
+    train("tiny-dense", flickr, tmp_path / "run", text_from=str(dense_run), image_lr=0.0, cache=True)
     before, after = (load_file(best_of(place) / "model.safetensors") for place in (dense_run, tmp_path / "run"))
     assert not torch.equal(before["text.text_projection"], after["text.text_projection"])
+    start = recipe("tiny-dense").build().state_dict()
+    trunk = [name for name in start if name.startswith("visual.trunk.")]
+    assert all(torch.equal(start[name], after[name]) for name in trunk)
+    assert not torch.equal(start["visual.head.proj.weight"], after["visual.head.proj.weight"])
 
 
 def test_cached_features_of_a_frozen_tower_give_the_loss_of_the_tower_itself(flickr, dense_run):
