@@ -13,7 +13,8 @@ Letters: T tokens, D model width, E experts, K experts per token, R rank, r rout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import FFN
 from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import keep_dense, write_expert
-from ermoe.models.fitting import errors_of_widths, fitted
+from ermoe.models.fitting import fitted
 from ermoe.models.passes import evaluating
 from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
 from ermoe.nn import EigenLinear, MixtureLayer, MoE, PrototypeScore, Routing, TopKRouter
@@ -225,43 +226,38 @@ def _fit_experts(
             mixed = own.and_some_of(tokens.where(~own_T), _SHARE_OF_OTHERS, generator)
             fits += [one, fitted(ffn, mixed, *size)]
             judge = choosing.where((goes_TK == expert).any(1)).by_cost()
-            fits.sort(key=lambda network: _squared_error(network(judge.x_TD), ffn(judge.x_TD), judge))
+            fits.sort(key=lambda network: judge.error(network, ffn))
         write_expert(layer.experts, expert, fits[0])
 
 
 @torch.no_grad()
-def errors_by_groups(ffn: FFN, tokens: Tokens, num_experts: int, widths: Sequence[int]) -> list[float]:
-    """Mean of ‖(ŷ − y) L‖² over all tokens by their cost, with an expert a group, for each of the ``widths``."""
+def errors_by_groups(
+    ffn: FFN, tokens: Tokens, num_experts: int, errors_of: Callable[[FFN, Tokens], list[float]]
+) -> list[float]:
+    """The mean over all tokens, by their cost, of what ``errors_of`` says of each group: a list, an error a size."""
     group_T = group(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))
-    total = [0.0] * len(widths)
     cost_T = tokens.by_cost().weight_T
+    shares, errors = [], []
     for expert in range(num_experts):
         own = tokens.where(group_T == expert)
         if len(own) > 1:  # one half chooses, the other judges
-            share = float(cost_T[group_T == expert].sum()) / len(tokens)
-            errors = errors_of_widths(ffn, own, widths)
-            total = [sum_so_far + share * error for sum_so_far, error in zip(total, errors, strict=True)]
-    return total
+            shares.append(float(cost_T[group_T == expert].sum()) / len(tokens))
+            errors.append(errors_of(ffn, own))
+    return [sum(map(operator.mul, shares, of_size)) for of_size in zip(*errors, strict=True)]
 
 
 def _judge(layer: MixtureLayer, ffn: FFN, one: FFN, tokens: Tokens, num_fitted_to: int) -> GroupFit:
     assert isinstance(layer, MoE)
-    routing = _routed(layer, tokens.x_TD)
-    wanted_TD = ffn(tokens.x_TD)
+
+    def mixture(x_TD: Tensor) -> Tensor:
+        return layer.mix(x_TD, _routed(layer, x_TD))
+
     with evaluating(layer):
-        mixed_TD = layer.mix(tokens.x_TD, routing)
-    whole = _squared_error(torch.zeros_like(wanted_TD), wanted_TD, tokens)
-    load_E = routing.count_E.double()
+        load_E = _routed(layer, tokens.x_TD).count_E.double()
+        whole, error, one_expert_error = (tokens.error(network, ffn) for network in (torch.zeros_like, mixture, one))
     return GroupFit(
-        error=(_squared_error(mixed_TD, wanted_TD, tokens) / whole) ** 0.5,
-        one_expert_error=(_squared_error(one(tokens.x_TD), wanted_TD, tokens) / whole) ** 0.5,
+        error=(error / whole) ** 0.5,
+        one_expert_error=(one_expert_error / whole) ** 0.5,
         load_cv2=float(load_E.var(correction=0) / load_E.mean().square()),
         num_tokens=num_fitted_to,
     )
-
-
-def _squared_error(found_TD: Tensor, wanted_TD: Tensor, tokens: Tokens) -> float:
-    """Σ w ‖(ŷ − y) L‖²."""
-    apart_TD = found_TD - wanted_TD
-    apart_TD = apart_TD if tokens.metric_DD is None else apart_TD @ tokens.metric_DD
-    return float(tokens.weight_T @ apart_TD.square().sum(1))

@@ -80,6 +80,14 @@ def errors_of_widths(ffn: FFN, tokens: Tokens, widths: Sequence[int]) -> list[fl
     return errors
 
 
+@torch.no_grad()
+def errors_of_ranks(ffn: FFN, tokens: Tokens, ranks: Sequence[int]) -> list[float]:
+    """The same for networks of full width and each of the ``ranks``, fitted to one half of the tokens."""
+    half_T = torch.arange(len(tokens), device=tokens.x_TD.device) % 2 == 0
+    judge = tokens.where(~half_T).by_cost()
+    return [judge.error(fitted(ffn, tokens.where(half_T), ffn.hidden_dim, rank), ffn) for rank in ranks]
+
+
 def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
     """Hidden units by how much their parts of the output, a_j W2_j, vary over the tokens, most first."""
     return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)

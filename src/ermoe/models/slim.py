@@ -1,9 +1,10 @@
 """A sparse model that is faster than the dense one it came from: one expert a token, narrower than the dense network.
 
-Which blocks get experts, and how wide they are, is chosen by error per operation. The error of a width is known in
+Which blocks get experts, how many and how wide, is chosen by error per operation. The error of a width is known in
 closed form (`ermoe.models.fitting.errors_of_widths`), and so is, to second order, what it does to the answers. Widths
 shrink step by step, always where the answers change least for an operation saved, until the whole model is within its
-budget.
+budget. A block whose tokens are better served by one network for all, such as a last one in which only class tokens
+count, gets that.
 The experts are fitted to groups of tokens, and the model learns its dense form's answers (`ermoe.distill`).
 
 Letters: T tokens, D model width, N tokens of an image.
@@ -21,10 +22,12 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.files import StrPath
 from ermoe.models.backbones import FFN, SparseBlock, family_of
-from ermoe.models.clusters import errors_by_groups
+from ermoe.models.clusters import GroupFit, errors_by_groups
 from ermoe.models.count import count
-from ermoe.models.tokens import sample_tokens
+from ermoe.models.fitting import errors_of_ranks, errors_of_widths
+from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.models.upcycle import upcycle
+from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
 from ermoe.train.loader import Loader
@@ -35,15 +38,20 @@ _TOKENS_TO_CHOOSE = 32_768
 
 @dataclass(frozen=True, slots=True)
 class SlimLayer:
-    """What became of one block: the hidden width of its experts, its operations and parameters beside the dense ones.
+    """What became of one block: its experts, and its operations and parameters over those of the dense network.
 
-    ``error`` is ‖ŷ − y‖ / ‖y‖ on tokens kept apart, before anything was learned; ``one_expert_error`` that of a single
-    narrow network for all tokens.
+    ``error`` is ‖ŷ − y‖ / ‖y‖ on tokens kept apart, weighed by what they mean, before anything was learned;
+    ``one_expert_error`` that of a single such network for all tokens. ``rank`` is None where only widths are cut; of
+    the dense network its matrices count, not its biases.
     """
 
     name: str
+    num_experts: int
     width: int
+    rank: int | None
     dense_width: int
+    operations: float
+    parameters: float
     error: float
     one_expert_error: float
     load_cv2: float
@@ -77,9 +85,21 @@ class Slimmed:
 
     def table(self) -> str:
         """A Markdown table of the layers, and a line of what it comes to."""
-        rows = ["| block | hidden width | error | one expert | load CV² |", "| :-- | --: | --: | --: | --: |"]
+        header = (
+            "block",
+            "experts",
+            "hidden width",
+            "rank",
+            "operations",
+            "parameters",
+            "error",
+            "one expert",
+            "load CV²",
+        )
+        rows = [f"| {' | '.join(header)} |", "| :-- " + "| --: " * (len(header) - 1) + "|"]
         rows += [
-            f"| {layer.name} | {layer.width} of {layer.dense_width} | {layer.error:.3f} | {layer.one_expert_error:.3f} "
+            f"| {layer.name} | {layer.num_experts} | {layer.width} of {layer.dense_width} | {layer.rank or 'full'} "
+            f"| {layer.operations:.2f} | {layer.parameters:.2f} | {layer.error:.3f} | {layer.one_expert_error:.3f} "
             f"| {layer.load_cv2:.3f} |"
             for layer in self.layers
         ]
@@ -98,6 +118,7 @@ def slim(
     *,
     budget: float = 0.8,
     num_experts: int = 8,
+    cut: str = "width",
     calibration: Iterable[Any] | None = None,
     held_out: Iterable[Any] | None = None,
     folder: StrPath | None = None,
@@ -111,7 +132,8 @@ def slim(
         model: a dense model of a known family; it stays as it is.
         batches: unlabelled images, a list of batches or a data loader.
         budget: operations of the slim model over those of the dense one, between 0 and 1.
-        num_experts: of each layer. They cost memory, not operations.
+        num_experts: of a layer, unless one network is better for all its tokens. They cost memory, not operations.
+        cut: "width" gives experts fewer hidden units; "rank" keeps all, with factors of lower rank.
         calibration: batches by which widths are chosen and to which experts are fitted; by default ``batches``, which
             may be augmented where these are not.
         held_out: other batches, on which the two are compared; by default the first few of ``batches``.
@@ -128,20 +150,24 @@ def slim(
     """
     if not 0 < budget < 1:
         raise UserError(f"budget={budget}: need a share of the dense model's operations between 0 and 1, such as 0.8")
+    if cut not in ("width", "rank"):
+        raise UserError(f"cut={cut!r}: use 'width' or 'rank'")
     device = (compute or Compute()).device
     model = model.to(device).eval()
     if calibration is None:
         if isinstance(batches, Loader):
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
-    widths = choose_widths(model, calibration, budget, num_experts)
+    sizes = choose_sizes(model, calibration, budget, num_experts, cut)
+    kept = [size.kept for size in sizes.values()]
     slimmed = upcycle(
         model,
-        blocks=list(widths),
-        hidden_dim=list(widths.values()),
-        num_experts=num_experts,
+        blocks=list(sizes),
+        num_experts=[size.num_experts for size in sizes.values()],
+        hidden_dim=kept if cut == "width" else None,
+        rank=kept if cut == "rank" else None,
         top_k=1,
-        experts="dense",
+        experts="dense" if cut == "width" else "eigen",
         init="clusters",
         calibration=calibration,
         generator=torch.Generator().manual_seed(seed),
@@ -153,11 +179,10 @@ def slim(
 
 def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Slimmed:
     dense, sparse = count(model), count(slimmed)
-    family = family_of(model)
-    dense_widths = {name: family.ffn(block).hidden_dim for name, block in family.blocks(model)}
+    family, mixtures = family_of(model), moe_layers(slimmed)
+    networks = {name: family.ffn(block) for name, block in family.blocks(model)}
     layers = tuple(
-        SlimLayer(name, width, dense_widths[name], fit.error, fit.one_expert_error, fit.load_cv2)
-        for (name, fit), width in zip(slimmed.group_fits.items(), slimmed.sparsity.hidden_dim, strict=True)
+        _layer(name, mixtures[f"{name}.mlp"], networks[name], fit) for name, fit in slimmed.group_fits.items()
     )
     return Slimmed(
         slimmed,
@@ -171,8 +196,45 @@ def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Sli
     )
 
 
-def choose_widths(model: nn.Module, calibration: Iterable[Any], budget: float, num_experts: int) -> dict[int, int]:
-    """The hidden width of the experts of each block that gets some, by its index; the other blocks stay dense."""
+def _layer(name: str, layer: MixtureLayer, ffn: FFN, fit: GroupFit) -> SlimLayer:
+    num_experts, (width, rank) = layer.experts.num_experts, layer.experts.size
+    kept = Size(num_experts, width if rank is None else rank)
+    return SlimLayer(
+        name,
+        num_experts,
+        width,
+        rank,
+        dense_width=ffn.hidden_dim,
+        operations=kept.entries(ffn, is_rank=rank is not None) / _entries(ffn),
+        parameters=sum(p.numel() for p in layer.parameters()) / _entries(ffn),
+        error=fit.error,
+        one_expert_error=fit.one_expert_error,
+        load_cv2=fit.load_cv2,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the experts of one block: how many there are, and the hidden width, or the rank, that each keeps."""
+
+    num_experts: int
+    kept: int
+
+    def entries(self, ffn: FFN, *, is_rank: bool) -> int:
+        """Entries of the matrices that a token meets, the router's among them: each is two operations."""
+        each = self.kept * (ffn.dim + ffn.hidden_dim if is_rank else ffn.dim)
+        routing = max(8, self.num_experts) * ffn.dim if self.num_experts > 1 else 0
+        return len(ffn.linears()) * each + routing
+
+
+def _entries(ffn: FFN) -> int:
+    return len(ffn.linears()) * ffn.dim * ffn.hidden_dim
+
+
+def choose_sizes(
+    model: nn.Module, calibration: Iterable[Any], budget: float, num_experts: int, cut: str = "width"
+) -> dict[int, Size]:
+    """The size of the experts of each block that gets some, by its index; the other blocks stay dense."""
     family = family_of(model)
     blocks = family.blocks(model)
     if any(isinstance(block, SparseBlock) for _, block in blocks):
@@ -180,48 +242,50 @@ def choose_widths(model: nn.Module, calibration: Iterable[Any], budget: float, n
     networks = {name: family.ffn(block) for name, block in blocks}
     taught = {name: (block, networks[name]) for name, block in blocks}
     tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
-    harm = {}  # what the answers suffer at 1, 2, … sixteenths of the width
-    for name, ffn in networks.items():
-        own = tokens.pop(name)
-        widths = [_width(ffn, step) for step in range(1, _STEPS)]
-        errors = errors_by_groups(ffn, own, num_experts, widths)
-        harm[name] = [own.cost * error for error in (*errors, 0.0)]
-    to_save = (1 - budget) * count(model).flops.total
-    chosen = _shrink(networks, harm, to_save, family.num_tokens(model), num_experts)
-    return {
-        index: _width(networks[name], chosen[name]) for index, (name, _) in enumerate(blocks) if chosen[name] < _STEPS
-    }
+    harm = {name: _harm(ffn, tokens.pop(name), num_experts, cut) for name, ffn in networks.items()}
+    to_save = (1 - budget) * count(model).flops.total / (2 * family.num_tokens(model))
+    chosen = _shrink(networks, harm, to_save, is_rank=cut == "rank")
+    return {index: size for index, (name, _) in enumerate(blocks) if (size := chosen[name]) is not None}
 
 
-def _width(ffn: FFN, step: int) -> int:
-    return ffn.hidden_dim * step // _STEPS
+def _harm(ffn: FFN, tokens: Tokens, num_experts: int, cut: str) -> dict[Size, float]:
+    """What the answers suffer, to second order, from experts of each size that may be chosen."""
+    whole, errors_of = (
+        (ffn.hidden_dim, errors_of_widths) if cut == "width" else (min(ffn.dim, ffn.hidden_dim), errors_of_ranks)
+    )
+    kept = sorted({max(1, whole * step // _STEPS) for step in range(1, _STEPS)})
+    alone = errors_of(ffn, tokens, kept)
+    harm = {Size(1, size): tokens.cost * error for size, error in zip(kept, alone, strict=True)}
+    if num_experts > 1:  # an expert may also be the one for all, where that is better
+        grouped = errors_by_groups(ffn, tokens, num_experts, lambda ffn, own: errors_of(ffn, own, kept))
+        harm |= {Size(num_experts, k): tokens.cost * min(e, a) for k, e, a in zip(kept, grouped, alone, strict=True)}
+    return harm
 
 
 def _shrink(
-    networks: dict[str, FFN], harm: dict[str, list[float]], to_save: float, num_tokens: int, num_experts: int
-) -> dict[str, int]:
-    """Sixteenths of the width that each network keeps, so that at least ``to_save`` operations are saved."""
+    networks: dict[str, FFN], harm: dict[str, dict[Size, float]], to_save: float, *, is_rank: bool
+) -> dict[str, Size | None]:
+    """The size of each network, None for one that stays, such that at least ``to_save`` entries a token are saved."""
 
-    def saved(name: str, step: int) -> float:
-        """Two operations for every entry of its matrices; experts must also be chosen."""
-        ffn = networks[name]
-        entries = len(ffn.linears()) * ffn.dim * (ffn.hidden_dim - _width(ffn, step))
-        routing = max(8, num_experts) * ffn.dim if num_experts > 1 and step < _STEPS else 0
-        return 2.0 * num_tokens * (entries - routing)
+    def saved(name: str, size: Size | None) -> int:
+        return 0 if size is None else _entries(networks[name]) - size.entries(networks[name], is_rank=is_rank)
 
-    kept = dict.fromkeys(networks, _STEPS)
-    while sum(saved(name, step) for name, step in kept.items()) < to_save:
+    def suffered(name: str, size: Size | None) -> float:
+        return 0.0 if size is None else harm[name][size]
+
+    chosen: dict[str, Size | None] = dict.fromkeys(networks)
+    while sum(saved(name, size) for name, size in chosen.items()) < to_save:
         # One step or several: the first step of a dense network also pays for its router.
         ways = [
-            ((harm[name][fewer - 1] - harm[name][step - 1]) / (saved(name, fewer) - saved(name, step)), name, fewer)
-            for name, step in kept.items()
-            for fewer in range(1, step)
-            if saved(name, fewer) > saved(name, step)
+            ((suffered(name, size) - suffered(name, now)) / (saved(name, size) - saved(name, now)), name, size)
+            for name, now in chosen.items()
+            for size in harm[name]
+            if saved(name, size) > saved(name, now)
         ]
         if not ways:
             raise UserError(
                 "the budget is below what the model takes without any feed-forward network: use a larger one"
             )
-        _, name, fewer = min(ways)
-        kept[name] = fewer
-    return kept
+        _, name, size = min(ways, key=lambda way: way[:2])
+        chosen[name] = size
+    return chosen

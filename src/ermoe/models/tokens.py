@@ -10,7 +10,7 @@ Letters: B images, N tokens of an image, T tokens, D model width, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ Networks = dict[str, tuple[nn.Module, FFN]]
 TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
 _MAX_TOKENS = 262_144
 _LEAST_WEIGHT = 0.1  # of the mean
+_UNIT_MATRIX = 1.0  # of the mean eigenvalue
 
 
 @dataclass(slots=True)
@@ -61,6 +62,15 @@ class Tokens:
         """These, weighed by ‖g‖²: not to fit to, for then a few would be all, but to judge by."""
         square_T = self.weight_T.square()
         return replace(self, weight_T=square_T / square_T.mean())
+
+    def error(self, network: Callable[[Tensor], Tensor], wanted: Callable[[Tensor], Tensor]) -> float:
+        """Weighted mean of ‖(ŷ − y) L‖² over the tokens, with y what is wanted and ŷ what the network says."""
+        total = 0.0
+        for x_TD, weight_T in self.parts():
+            apart_TD = network(x_TD) - wanted(x_TD)
+            apart_TD = apart_TD if self.metric_DD is None else apart_TD @ self.metric_DD
+            total += float(weight_T @ apart_TD.square().sum(1))
+        return total / float(self.weight_T.sum())
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """A few thousand tokens and their weights at a time."""
@@ -155,10 +165,10 @@ def _weighed(row_TD: Tensor, metric_DD: Tensor) -> Tokens:
 
 
 def metric_of(fisher_DD: Tensor) -> Tensor:
-    """L with L² = E[gᵀg] over its mean eigenvalue, and a little of the unit matrix, for all that a sample misses."""
+    """L with L² = E[gᵀg] and as much of the unit matrix: far from the dense model, other directions matter too."""
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(fisher_DD.double())
     eigenvalue_D = eigenvalue_D.clamp_min(0)
-    eigenvalue_D = eigenvalue_D + _LEAST_WEIGHT * eigenvalue_D.mean() + 1e-30
+    eigenvalue_D = eigenvalue_D + _UNIT_MATRIX * eigenvalue_D.mean() + 1e-30
     root_D = (eigenvalue_D / eigenvalue_D.mean()).sqrt()
     metric_DD: Tensor = (eigenvector_DD * root_D) @ eigenvector_DD.mT
     return metric_DD.to(fisher_DD.dtype)

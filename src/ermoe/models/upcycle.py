@@ -31,6 +31,8 @@ Options: TypeAlias = dict[str, Any]
 # Options of expert layers that follow from the network they replace.
 _GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "shared_dim", "device", "dtype")
 
+_BY_BLOCK = ("num_experts", "rank", "hidden_dim")  # options of which there may be one for each block
+
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
 _INITS = ("dense", "clusters", "same", "random", "empty")
 _log = logging.getLogger("ermoe")
@@ -41,9 +43,9 @@ class Sparsity:
     """The options of `ermoe.upcycle`, with ``blocks`` as indices. A sparse model carries it as ``model.sparsity``."""
 
     blocks: tuple[int, ...]
-    num_experts: int = 8
+    num_experts: int | tuple[int, ...] = 8
     top_k: int = 2
-    rank: int | None = None
+    rank: int | tuple[int, ...] | None = None
     hidden_dim: int | tuple[int, ...] | None = None
     route_rank: int | None = None
     experts: str | None = None
@@ -61,22 +63,21 @@ class Sparsity:
             raise UserError(f"shared={self.shared!r}: use 'dense', which keeps the dense network, or leave it out")
         if self.experts is None:  # what the routers' own papers have
             object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
-        if isinstance(self.hidden_dim, (list, tuple)):  # one for each block
-            object.__setattr__(self, "hidden_dim", tuple(self.hidden_dim))
+        for name in _BY_BLOCK:
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_numbers()
         self._check_layer_options()
 
     def _check_numbers(self) -> None:
-        for name in ("num_experts", "top_k", "rank", "route_rank"):
+        for name in ("top_k", "route_rank", *_BY_BLOCK):
             value = getattr(self, name)
-            if not (isinstance(value, int) or (value is None and name.endswith("rank"))):
-                raise UserError(f"{name}={value!r}: need a whole number")
-        widths = self.hidden_dim if isinstance(self.hidden_dim, tuple) else (self.hidden_dim,) * len(self.blocks)
-        if len(widths) != len(self.blocks) or not all(width is None or _is_positive(width) for width in widths):
-            raise UserError(
-                f"hidden_dim={self.hidden_dim!r}: need a positive whole number, or one for each of the "
-                f"{len(self.blocks)} blocks that get experts"
-            )
+            values = value if isinstance(value, tuple) and name in _BY_BLOCK else (value,) * len(self.blocks)
+            may_be_none = name not in ("num_experts", "top_k")
+            is_whole = all(isinstance(number, int) or (number is None and may_be_none) for number in values)
+            if not is_whole or len(values) != len(self.blocks):
+                each = f", or one for each of the {len(self.blocks)} blocks that get experts"
+                raise UserError(f"{name}={value!r}: need a whole number{each if name in _BY_BLOCK else ''}")
         if self.rank is not None and self.experts == "dense":
             raise UserError(f"rank={self.rank}: dense experts have no rank; use experts='eigen', or leave rank out")
 
@@ -89,32 +90,36 @@ class Sparsity:
         if unknown:
             raise UserError(f"router={self.router!r} has no option {', '.join(unknown)}: it has {', '.join(known)}")
 
+    def of_block(self, name: str, block: int | None) -> Any:
+        """An option of which there may be one for each block."""
+        value = getattr(self, name)
+        return value[self.blocks.index(block)] if isinstance(value, tuple) and block is not None else value
+
     def width(self, ffn: FFN, block: int | None = None) -> int:
         """Hidden width of the experts that replace ``ffn``."""
-        if isinstance(self.hidden_dim, tuple):
-            assert block is not None
-            return self.hidden_dim[self.blocks.index(block)]
-        if self.hidden_dim is None:
+        width: int | None = self.of_block("hidden_dim", block)
+        if width is None:
             return ffn.hidden_dim if self.shared is None else min(max(1, ffn.dim // 2), ffn.hidden_dim)
-        return self.hidden_dim
+        return width
 
-    def _rank(self, ffn: FFN, width: int) -> int | None:
+    def _rank(self, ffn: FFN, width: int, block: int | None) -> int | None:
         """Rank of the experts; None for full. Beside the dense network they are small."""
+        rank: int | None = self.of_block("rank", block)
         is_small = self.shared is not None and self.experts == "eigen"
-        return min(max(1, ffn.dim // 4), width) if self.rank is None and is_small else self.rank
+        return min(max(1, ffn.dim // 4), width) if rank is None and is_small else rank
 
     def layer_like(self, ffn: FFN, block: int | None = None) -> MixtureLayer:
-        """An expert layer of the shape and precision of ``ffn``, on the meta device; of its ``block``'s own width."""
+        """An expert layer of the shape and precision of ``ffn``, on the meta device; of its ``block``'s own sizes."""
         width = self.width(ffn, block)
-        if width > ffn.hidden_dim:
+        if not 1 <= width <= ffn.hidden_dim:
             raise UserError(
-                f"hidden_dim={width}: the dense network has {ffn.hidden_dim} hidden units; use at most that"
+                f"hidden_dim={width}: the dense network has {ffn.hidden_dim} hidden units; use 1 to {ffn.hidden_dim}"
             )
         known = options_of(self.router)
-        options = {"num_experts": self.num_experts, "experts": self.experts, **self.layer_options}
+        options = {"num_experts": self.of_block("num_experts", block), "experts": self.experts, **self.layer_options}
         options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
         options |= {} if self.shared is None else {"shared_dim": ffn.hidden_dim}
-        ranks = {"rank": self._rank(ffn, width), "route_rank": self.route_rank}
+        ranks = {"rank": self._rank(ffn, width, block), "route_rank": self.route_rank}
         options |= {name: rank for name, rank in ranks.items() if rank is not None}
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
@@ -127,22 +132,17 @@ class Sparsity:
         """The keywords with which `ermoe.upcycle` makes a model sparse in this way, as plain as JSON."""
         names = {option.name for option in fields(self)} - {"merged", "layer_options"}
         own = {name: getattr(self, name) for name in sorted(names)}
-        if isinstance(self.hidden_dim, tuple):
-            own["hidden_dim"] = list(self.hidden_dim)
-        return {**self.layer_options, **own, "blocks": list(self.blocks)}
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int) and number > 0
+        listed = {name: list(value) for name, value in own.items() if isinstance(value, tuple)}
+        return {**self.layer_options, **own, **listed}
 
 
 def upcycle(
     model: nn.Module,
     *,
-    num_experts: int = 8,
+    num_experts: int | Sequence[int] = 8,
     top_k: int = 2,
     blocks: str | Sequence[int] = "every-2",
-    rank: int | None = None,
+    rank: int | Sequence[int] | None = None,
     hidden_dim: int | Sequence[int] | None = None,
     route_rank: int | None = None,
     experts: str | None = None,
@@ -160,11 +160,11 @@ def upcycle(
 
     Args:
         model: a timm VisionTransformer or Eva, a torchvision VisionTransformer or a Hugging Face ViT.
-        num_experts: experts E of each layer.
+        num_experts: experts E of each layer, or one number for each block.
         top_k: experts per token K.
         blocks: which blocks get experts: "every-2" (1, 3, 5, …), "last-n" (the last n), "all", or a list of indices.
         rank: rank R of the expert weights. Full by default, which keeps outputs exactly; with less, the relative error
-            of each layer's output is logged and kept in ``model.output_error``.
+            of each layer's output is logged and kept in ``model.output_error``. Or one for each block.
         hidden_dim: hidden width of the experts, or one for each block; by default that of the dense network. With
             less, each expert keeps the hidden units that its tokens use; needs ``calibration``.
         route_rank: columns r of each basis that route; max(8, 8⌊R / 8E⌋) by default.
@@ -204,7 +204,8 @@ def upcycle(
         _refuse_to_group(router, calibration)
         layer_options = {"score": "prototype", "routing_basis": "shared"} | layer_options
         if layer_options["routing_basis"] == "shared" and route_rank is None:
-            route_rank = max(8, num_experts)  # groups differ in E − 1 directions
+            most = num_experts if isinstance(num_experts, int) else max(num_experts)
+            route_rank = max(8, most)  # groups differ in E − 1 directions
     elif shared is not None and calibration is not None:
         raise UserError(
             f"shared={shared!r}, init={init!r}: the dense network is kept, so nothing is fitted to calibration=; leave "
@@ -214,10 +215,10 @@ def upcycle(
         layer_options.setdefault("num_tokens", family.num_tokens(model))  # Soft MoE: as many slots as tokens
     sparsity = Sparsity(
         blocks=choose_blocks(blocks, len(family.blocks(model))),
-        num_experts=num_experts,
+        num_experts=_each(num_experts),
         top_k=top_k,
-        rank=rank,
-        hidden_dim=hidden_dim if hidden_dim is None or isinstance(hidden_dim, int) else tuple(hidden_dim),
+        rank=_each(rank),
+        hidden_dim=_each(hidden_dim),
         route_rank=route_rank,
         experts=experts,
         shared=shared,
@@ -240,6 +241,11 @@ def upcycle(
         settle_offsets(model, calibration)  # tokens meet other experts before, so they come as others
     _report(model, fits)
     return model
+
+
+def _each(value: Any) -> Any:
+    """One number, or a tuple with one for each block."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _refuse_to_group(router: str, calibration: object) -> None:

@@ -63,6 +63,24 @@ def test_a_smaller_budget_means_narrower_experts(dense, batches, slimmed):
     assert sum(narrow.values()) < sum(wide.values())
 
 
+def test_ranks_are_cut_instead_of_widths(dense, batches):
+    options = {"budget": 0.8, "num_experts": 1, "cut": "rank", "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
+    one = ermoe.slim(dense, batches[:2], **options)
+    assert one.share <= 0.8
+    assert all(layer.num_experts == 1 and layer.rank < 64 and layer.width == layer.dense_width for layer in one.layers)
+
+
+def test_blocks_have_sizes_of_their_own(dense, batches, tmp_path):
+    sizes = {"num_experts": [2, 1], "hidden_dim": [48, 32], "experts": "dense"}
+    model = converted(dense, batches[:2], **sizes)
+    first, second = moe_layers(model).values()
+    assert [(layer.experts.num_experts, layer.experts.size[0]) for layer in (first, second)] == [(2, 48), (1, 32)]
+    ermoe.save(model, tmp_path / "model")
+    torch.testing.assert_close(ermoe.load(tmp_path / "model").eval()(batches[0]), model(batches[0]))
+    with pytest.raises(UserError, match="one for each of the 2 blocks"):
+        converted(dense, batches[:2], num_experts=[2, 2, 2])
+
+
 def test_learning_brings_a_model_nearer_to_its_teacher(dense, batches):
     model = converted(dense, batches[:3], experts="dense", hidden_dim=16)
     before = ermoe.distill(copy.deepcopy(model), dense, batches[:3], held_out=batches[:1], layer_epochs=0, epochs=0)

@@ -9,6 +9,7 @@ import torch
 import ermoe
 from ermoe.errors import UserError
 from ermoe.models import clusters, fitting
+from ermoe.models import tokens as tokens_module
 from ermoe.models.backbones import FFN, Linear, family_of
 from ermoe.models.tokens import Tokens, TokenSample, sample_tokens
 from ermoe.nn import moe_layers
@@ -167,6 +168,16 @@ def test_tokens_weigh_what_they_mean_for_the_answer(dense, batches):
     assert all(float(found.weight_T.mean()) == pytest.approx(1, rel=1e-5) for found in tokens.values())
 
 
+def test_directions_that_answers_depend_on_are_fitted_more_closely():
+    ffn, x = network(), two_kinds()[0]
+    metric = tokens_module.metric_of(torch.diag(torch.tensor([1.0, 1.0] + [0.0] * (ffn.dim - 2))))
+    minded = fitting.fitted(ffn, Tokens(x, torch.ones(len(x)), metric), ffn.hidden_dim, 4)
+    plain = fitting.fitted(ffn, alike(x), ffn.hidden_dim, 4)
+    apart = [(fit(x) - ffn(x)).square().sum(0) for fit in (minded, plain)]
+    assert apart[0][:2].sum() < 0.9 * apart[1][:2].sum()
+    assert apart[0].sum() > apart[1].sum()
+
+
 def test_heavy_tokens_are_fitted_more_closely():
     ffn, (x, kind) = network(), two_kinds()
     first = Tokens(x, torch.where(kind == 0, 1.99, 0.01))
@@ -244,7 +255,7 @@ def test_the_dense_model_stays_as_it_was(dense, batches):
         ({"calibration": None}, "pass calibration="),
         ({"calibration": iter([torch.zeros(1, 3, 160, 160)])}, "goes through them twice"),
         ({"router": "v-moe"}, "use router='eigen'"),
-        ({"hidden_dim": 0}, "hidden_dim=0: need a positive whole number"),
+        ({"hidden_dim": 0}, "hidden_dim=0: the dense network has"),
         ({"hidden_dim": 1000}, "the dense network has 192 hidden units"),
         ({"hidden_dim": [64]}, "one for each of the 2 blocks"),
         ({"score": "eigenbasis"}, "only score='prototype'"),
