@@ -1,0 +1,138 @@
+"""Studies that start from a file with weights: here of a ViT so small that it is fine-tuned in a moment."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from ermoe.cli import main as cli
+from ermoe.data.images import open_images
+from ermoe.errors import UserError
+from ermoe.images.presets import PRESETS, recipe
+from ermoe.images.run import LabelledImages
+from ermoe.studies.figures import Runs
+from ermoe.studies.paired import apart, difference, packed, paired_verdict, unpacked
+from ermoe.studies.paper import catalogue, finetuning, images, over_training, parts, sweeps
+from ermoe.studies.paper.images import OFFSETS, PAPER_RULE
+from ermoe.studies.paper.setup import Setup
+from ermoe.studies.record import RECORDS, read_records
+
+ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+METHODS = ["dense", "v-moe", PAPER_RULE, OFFSETS, "ermoe-clusters"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Studies share what they train."""
+    folder = tmp_path_factory.mktemp("real")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224", **ARGS, num_classes=7)
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    return folder
+
+
+@pytest.fixture
+def run(place, monkeypatch):
+    def brief(setup, method):
+        chosen = recipe(f"deit-tiny-{method}")
+        sparsity = chosen.sparsity and {**chosen.sparsity, **({"rank": 8} if "rank" in chosen.sparsity else {})}
+        training = replace(chosen.training, epochs=2, batch_size=8, warmup_epochs=0.0)
+        few = {"epoch_steps": 1, "calibration": chosen.calibration and 40}
+        return replace(chosen, model_args=ARGS, sparsity=sparsity, training=training, **few)
+
+    digits = (images.drawn(open_images("digits", split), 60) for split in ("train", "test"))
+    data = LabelledImages("digits", *digits)
+    monkeypatch.setattr(images, "base_recipe", brief)
+    monkeypatch.setattr(images, "source", lambda setup, path=None: data)
+    for rows in (finetuning.CONTEST, finetuning._FIGURE_4, finetuning._SUPPLEMENT_13, over_training._COLOURS):
+        for method in set(rows) - set(METHODS):
+            monkeypatch.delitem(rows, method)
+    for name in set(parts.PARTS) - {parts.FULL.name, "lambda = 0"}:
+        monkeypatch.delitem(parts.PARTS, name)
+    monkeypatch.setattr(sweeps, "THRESHOLDS", [0.0, 0.4, 0.5, 0.9])
+    files = ["--weights", str(place / "weights.safetensors"), "--data", "digits"]
+    folders = ["--out", str(place / "out"), "--work", str(place / "work")]
+    return lambda study, *words: cli.main(["paper", "run", study, "--scale", "tiny", *files, *folders, *words])
+
+
+def records_of(place, study):
+    (path,) = (place / "out" / study).glob(f"*/{RECORDS}")
+    return read_records(path)
+
+
+def test_a_contest_from_the_command_line(run, place):
+    assert run("finetune", "--seeds", "2") == 0
+    (page,) = (place / "out" / "finetune").glob("*/result.md")
+    said = page.read_text(encoding="utf-8")
+    assert "2 steps of 8 images" in said
+    assert "| V-MoE, no limit at inference |" in said
+    records = records_of(place, "finetune")
+    for figures in (record["figures"] for record in records if record["name"] != finetuning.TIMES):
+        right_N = unpacked(figures["right"])
+        assert right_N.sum() / figures["num_images"] == pytest.approx(figures["top1"])
+    by_name = {record["name"]: record["figures"] for record in records}
+    assert by_name["v-moe"]["no limit"]["drop_rate"] is None
+    assert by_name["v-moe"]["drop_rate"] > 0
+    assert by_name["ermoe-clusters"]["start"]["class_bits"] > 0
+    assert by_name["ermoe-clusters"]["size"]["operations"] < by_name["dense"]["size"]["operations"]
+    assert by_name[finetuning.TIMES]["dense"] == 1
+
+
+NAMES = ["threshold", "balance", "expert-choice", "ablation", "top-k", "lambda", "train-heatmaps", "stability"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_studies_take_over_what_it_trained(run, place, name):
+    assert run(name, "--seeds", "2" if name == "stability" else "1") == 0
+    records = records_of(place, name)
+    found = catalogue.find(name, "tiny").findings(Runs(records))
+    assert all(len(row) == len(found.header) for row in found.rows)
+    if name == "stability":
+        last = records[-1]["figures"]
+        assert list(last["steps"]) == ["1", "2"]
+        assert set(last["seeds"]) == {"1"}
+        shares = [own["changed"] for own in (*last["steps"].values(), *last["perturbed"].values())]
+        assert all(0 <= share <= 1 for share in shares)
+
+
+def test_every_preset_is_declared_for_these_weights():
+    assert {f"deit-tiny-{method}" for method in (*finetuning.CONTEST, *finetuning._FIGURE_4)} <= PRESETS.keys()
+
+
+def test_what_is_lacking_gets_a_sentence():
+    with pytest.raises(UserError, match="name DeiT-Tiny's file with --weights"):
+        Setup(scale="tiny", data="digits")
+    with pytest.raises(UserError, match="coco has no such scale; use mini or full"):
+        catalogue.find("coco", "tiny")
+    with pytest.raises(UserError, match="stability has no such scale; use tiny"):
+        catalogue.find("stability", "mini")
+    with pytest.raises(UserError, match="fitted to training images; pass images="):
+        recipe("deit-tiny-ermoe-clusters").build(10)
+
+
+def record(name, seed, right_N):
+    return {"name": name, "seed": seed, "figures": {"right": packed(right_N), "num_images": len(right_N)}}
+
+
+def test_differences_are_paired_by_seed_and_image():
+    rng = np.random.default_rng(0)
+    worse = [rng.random(1003) < 0.5 for _ in range(3)]
+    better = [own | (rng.random(1003) < 0.1) for own in worse]
+    runs = Runs([record(name, seed, own[seed]) for name, own in (("a", better), ("b", worse)) for seed in range(3)])
+    found = apart(runs, ("a",), ("b",))
+    assert found == difference(better, worse)
+    assert found.mean == pytest.approx(np.mean(better) - np.mean(worse))
+    assert "A is above B by" in paired_verdict(runs, (("a",), "A"), (("b",), "B"))
+    equal = Runs([record("a", 0, worse[0]), record("b", 0, worse[1])])
+    assert "equal within the noise" in paired_verdict(equal, (("a",), "A"), (("b",), "B"))
+    assert apart(runs, ("a",), ("c",)) is None
+
+
+def test_seeds_that_disagree_widen_the_interval():
+    even = [np.arange(1000) < 510] * 3
+    apart_by_seed = [np.arange(1000) < number for number in (460, 510, 560)]
+    base = [np.arange(1000) < 500] * 3
+    assert difference(apart_by_seed, base).half_width > 5 * difference(even, base).half_width
