@@ -97,8 +97,8 @@ def apart(runs: Runs, ours: Judged, theirs: Judged) -> Difference | None:
 
 
 def _by_seed(runs: Runs, judged: Judged) -> dict[int, str]:
-    found = {record["seed"]: Runs([record]).of(*judged, RIGHT) for record in runs.records}
-    return {seed: str(digits[0]) for seed, digits in found.items() if digits}
+    found = [(record["seed"], Runs([record]).of(*judged, RIGHT)) for record in runs.records]
+    return {seed: str(digits[0]) for seed, digits in found if digits}
 
 
 def paired_verdict(runs: Runs, ours: tuple[Judged, str], theirs: tuple[Judged, str], what: str = "accuracy") -> str:

@@ -39,8 +39,14 @@ class Entry:
 _IMAGES, _CAPTIONS, _BRAINS, _NOTHING = "images", "captions", "brains", "–"
 
 ENTRIES: dict[str, Entry] = {
-    "imagenet": Entry("accuracy.imagenet", "Tab. 1", "accuracy of ERMoE, V-MoE, Single-gated MoE and DeepMoE", _IMAGES),
-    "few-shot": Entry("accuracy.few_shot", "Tab. 2", "5- and 10-shot linear probes", _IMAGES),
+    "imagenet": Entry(
+        "accuracy.imagenet",
+        "Tab. 1",
+        "accuracy of ERMoE, V-MoE, Single-gated MoE and DeepMoE",
+        _IMAGES,
+        "converted.imagenet",
+    ),
+    "few-shot": Entry("accuracy.few_shot", "Tab. 2", "5- and 10-shot linear probes", _IMAGES, "converted.few_shot"),
     "coco": Entry("captions.coco", "Tab. 3", "COCO retrieval with an ERMoE image tower", _CAPTIONS),
     "flickr": Entry("captions.flickr", "Tab. 4", "Flickr30k retrieval with an ERMoE image tower", _CAPTIONS),
     "brain-age": Entry("brains.brain_age", "Tab. 5", "mean absolute error of brain age, by sex", _BRAINS),
@@ -66,7 +72,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "lambda": Entry("sweeps.lambda_", "Suppl. 7", "validation loss is lowest at λ = 5e-5", _IMAGES, "parts.lambda_"),
     "top-k": Entry("sweeps.top_k", "Suppl. 8", "two experts a token are best", _IMAGES, "parts.top_k"),
-    "efficiency": Entry("costs.efficiency", "Suppl. 9", "parameters, operations and time of an image", _NOTHING),
+    "efficiency": Entry(
+        "costs.efficiency", "Suppl. 9", "parameters, operations and time of an image", _NOTHING, "converted.efficiency"
+    ),
     "ablation": Entry(
         "accuracy.ablation", "Suppl. 10", "normal weights, learned logits, λ = 0", _IMAGES, "parts.ablation"
     ),

@@ -206,12 +206,9 @@ def _on_contest(runs: Runs) -> list[str]:
     sentences = [paired_verdict(runs, name, (rival, label)) for label, rival in rivals.items()]
     one = (("one-low-rank",), "one low-rank expert")
     sentences.append(paired_verdict(runs, (("ermoe-clusters",), "clusters, k = 1"), one))
-    fitted, exact = (information(runs, method, "start") for method in ("ermoe-clusters", OFFSETS))
-    sentences.append(
-        f"At the start, clusters tell {fitted:.3f} bits about the class given the position, above shuffled labels, "
-        f"and the exact conversion {exact:.3f}."
-    )
-    return sentences
+    at_start = {LABELS[method]: information(runs, method, "start") for method in ours}
+    told = ", ".join(f"{label} {bits:.3f}" for label, bits in at_start.items())
+    return [*sentences, f"Bits about the class given the position, above shuffled labels, at the start: {told}."]
 
 
 _FIGURE_4 = {

@@ -33,7 +33,7 @@ from ermoe.train.loop import settle_on
 from ermoe.train.run_folder import RunFolder
 
 _SHOWN_CLASSES = 20
-_FOLLOWED = [PAPER_RULE, "ermoe-clusters"]
+_FOLLOWED = {method: LABELS[method] for method in (PAPER_RULE, "ermoe-clusters")}
 
 
 def over_training(setup: Setup, method: str, seed: int, data: LabelledImages) -> Iterator[tuple[int, nn.Module]]:
@@ -84,11 +84,12 @@ def train_heatmaps(runs: Runs) -> Findings:
     rows: list[list[str]] = []
     sentences = ["Paper: preferences sharpen with training and with depth."]
     layers: list[str] = []
-    for method, figures in sorted(first_seed.items(), key=lambda item: _FOLLOWED.index(item[0])):
+    for method, label in _FOLLOWED.items():
+        figures = first_seed[method]
         steps = list(figures["steps"])
         layers = list(figures["steps"][steps[0]])
         for step in steps:
-            row = [LABELS[method], step, *(f"{_beyond_chance(runs, method, step, layer):.3f}" for layer in layers)]
+            row = [label, step, *(f"{_beyond_chance(runs, method, step, layer):.3f}" for layer in layers)]
             fallback = [runs.mean(method, "steps", step, layer, "fallback") for layer in layers]
             rows.append([*row, f"{mean(fallback):.1%}"])
         start, end = (
@@ -96,7 +97,7 @@ def train_heatmaps(runs: Runs) -> Findings:
         )
         early, late = (_beyond_chance(runs, method, steps[-1], layer) for layer in (layers[0], layers[-1]))
         sentences.append(
-            f"{LABELS[method]}: {start:.3f} bits at the start and {end:.3f} at the end, in the mean over layers; then "
+            f"{label}: {start:.3f} bits at the start and {end:.3f} at the end, in the mean over layers; then "
             f"{early:.3f} in the first layer and {late:.3f} in the last."
         )
     header = ["method", "step", *(f"class bits, {layer}" for layer in layers), "fallback"]
