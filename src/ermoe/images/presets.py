@@ -78,7 +78,8 @@ class ImageRecipe:
         from ermoe.images.run import Classification
         from ermoe.images.two_stages import TwoStageClassification
 
-        model: Any = self.build(len(data.classes), images=data.without_validation(self.validation)[0])
+        images = data.without_validation(self.validation)[0] if self.calibration else None
+        model: Any = self.build(len(data.classes), images=images)
         kind = TwoStageClassification if self.architecture in IMAGE_LEVEL else Classification
         return kind(model, data, self, compute)
 
@@ -137,7 +138,7 @@ def fine_tuned(sparsity: dict[str, Any] | None) -> ImageRecipe:
     """DeiT-Tiny at 96 pixels from its ImageNet weights, experts in every second block: 400 steps of 64 images.
 
     Run: ``ermoe image train deit-tiny-METHOD DATA --weights deit_tiny_patch16_224.safetensors``, some minutes on two
-    cores. An epoch is 50 steps, after which bases are retracted, whatever the number of images. Experts of lower rank
+    cores. An epoch is 100 steps, after which bases are retracted, whatever the number of images. Experts of lower rank
     are fitted to 1,000 of them at the start.
     """
     options = dict(sparsity or {})
@@ -145,12 +146,12 @@ def fine_tuned(sparsity: dict[str, Any] | None) -> ImageRecipe:
     return ImageRecipe(
         "deit_tiny_patch16_224",
         None if sparsity is None else options,
-        Training(epochs=8, batch_size=64, base_lr=1.2e-3, warmup_epochs=0.8, ema=0.0, log_every=25, evaluate_every=8),
+        Training(epochs=4, batch_size=64, base_lr=1.2e-3, warmup_epochs=0.4, ema=0.0, log_every=25, evaluate_every=4),
         Augmentation(),
         init=init,
         model_args={"img_size": 96},
         validation=0.0,
-        epoch_steps=50,
+        epoch_steps=100,
         calibration=1000 if init == "clusters" or "rank" in options else 0,
     )
 

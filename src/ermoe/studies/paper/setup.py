@@ -35,7 +35,7 @@ class Setup:
     weights: str | None = None
     """tiny, full: what models start from, a file with weights of a ViT (tiny: of DeiT-Tiny), or "timm"."""
     epochs: int | None = None
-    """Other than what the scale has (tiny: 8 epochs of 50 steps), for a quick try; results go to a folder of their
+    """Other than what the scale has (tiny: 4 epochs of 100 steps), for a quick try; results go to a folder of their
     own."""
     out: Path = Path("runs/paper")
     """Folder for the records, a line a run, the table and the plot."""
