@@ -175,7 +175,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
-    **{name: partial(of_paper, name) for name in ENTRIES},
+    **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
     "threshold": lambda: of_paper(
         "threshold",
         TINY,
