@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from ermoe.cli import main as cli
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
-from ermoe.images.presets import PRESETS, recipe
+from ermoe.images.presets import PRESETS, PRETRAINED, recipe
 from ermoe.images.run import LabelledImages
+from ermoe.studies.conversions import Photographs
 from ermoe.studies.figures import Runs
 from ermoe.studies.paired import apart, difference, packed, paired_verdict, unpacked
-from ermoe.studies.paper import catalogue, finetuning, images, over_training, parts, sweeps
-from ermoe.studies.paper.images import PAPER_RULE
+from ermoe.studies.paper import catalogue, converted, finetuning, images, over_training, parts, sweeps
+from ermoe.studies.paper.images import OFFSETS, PAPER_RULE
 from ermoe.studies.paper.setup import Setup
 from ermoe.studies.record import RECORDS, read_records
 
@@ -46,6 +47,7 @@ def run(place, monkeypatch):
     digits = (images.drawn(open_images("digits", split), 60) for split in ("train", "test"))
     data = LabelledImages("digits", *digits)
     monkeypatch.setattr(images, "base_recipe", brief)
+    monkeypatch.setattr(images, "_KEPT", (PAPER_RULE,))
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
     for rows in (finetuning.CONTEST, finetuning._FIGURE_4, finetuning._SUPPLEMENT_13, over_training._COLOURS):
         for method in set(rows) - set(METHODS):
@@ -108,6 +110,37 @@ def test_steadiness_is_measured_in_training_between_seeds_and_in_changed_images(
     assert list(last["seeds"]) == ["1"]
     changes = [*last["steps"].values(), *last["perturbed"].values()]
     assert all(0 <= own["changed"] <= 1 and 0 < own["jaccard"] <= 1 for own in changes)
+
+
+@pytest.fixture
+def photographs(run, monkeypatch):
+    torch.manual_seed(0)
+    dense = timm.create_model("deit_tiny_patch16_224", **ARGS, num_classes=10).eval()
+    splits = [images.drawn(open_images("digits", split), 60) for split in ("train", "test")]
+    monkeypatch.setattr(converted, "opened", lambda setup, seed, data=None: Photographs(dense, *splits, seed))
+    monkeypatch.setitem(PRETRAINED, "ermoe-clusters", {**PRETRAINED["ermoe-clusters"], "rank": 8})
+    monkeypatch.setattr(converted, "_SHOTS", (2,))
+    for name in set(converted.ROWS) - {"dense", "ERMoE, exact", "V-MoE", "ERMoE, clusters, k = 1"}:
+        monkeypatch.delitem(converted.ROWS, name)
+    monkeypatch.delitem(converted._TABLE_2, OFFSETS)
+    return run
+
+
+def test_converted_models_are_judged_without_training_on_labels(photographs, place):
+    assert photographs("imagenet", "--seeds", "1") == 0
+    figures = {record["name"]: record["figures"] for record in records_of(place, "imagenet")}
+    assert figures["ERMoE, exact"]["agreement"] == 1
+    assert apart(Runs(records_of(place, "imagenet")), ("ERMoE, exact",), ("dense",)).mean == 0
+    assert figures["V-MoE"][", no limit at inference"]["drop_rate"] == 0
+    assert figures["ERMoE, clusters, k = 1"]["operations"] < 1
+
+
+def test_frozen_features_are_computed_once_for_all_seeds(photographs, place):
+    assert photographs("few-shot", "--seeds", "2") == 0
+    kept = {path.stem for path in (place / "work").glob("*/features/*.safetensors")}
+    assert kept == {"dense", "v-moe", "ermoe-clusters"}
+    found = catalogue.find("few-shot", "tiny").findings(Runs(records_of(place, "few-shot")))
+    assert all(len(row) == len(found.header) for row in found.rows)
 
 
 def test_every_preset_is_declared_for_these_weights():
