@@ -17,9 +17,11 @@ from ermoe.studies.conversions import Photographs
 from ermoe.studies.figures import Runs
 from ermoe.studies.paired import apart, difference, packed, paired_verdict, unpacked
 from ermoe.studies.paper import catalogue, converted, finetuning, images, over_training, parts, sweeps
-from ermoe.studies.paper.images import OFFSETS, PAPER_RULE
+from ermoe.studies.paper.images import PAPER_RULE
 from ermoe.studies.paper.setup import Setup
 from ermoe.studies.record import RECORDS, read_records
+from ermoe.train.compute import Compute
+from support.rows import keep
 
 ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 METHODS = ["dense", "v-moe", PAPER_RULE, "ermoe-clusters"]
@@ -36,7 +38,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def run(place, monkeypatch):
+def run(place, monkeypatch, request):
     def brief(setup, method):
         chosen = recipe(f"deit-tiny-{method}")
         sparsity = chosen.sparsity and {**chosen.sparsity, **({"rank": 8} if "rank" in chosen.sparsity else {})}
@@ -49,16 +51,14 @@ def run(place, monkeypatch):
     monkeypatch.setattr(images, "base_recipe", brief)
     monkeypatch.setattr(images, "_KEPT", (PAPER_RULE,))
     monkeypatch.setattr(images, "source", lambda setup, path=None: data)
-    for rows in (finetuning.CONTEST, finetuning._FIGURE_4, finetuning._SUPPLEMENT_13, over_training._COLOURS):
-        for method in set(rows) - set(METHODS):
-            monkeypatch.delitem(rows, method)
+    for rows in (finetuning.CONTEST, finetuning._FIGURE_4, finetuning._SUPPLEMENT_13):
+        keep(request, rows, *METHODS)
+    for rows in (over_training._COLOURS, over_training._FOLLOWED):
+        keep(request, rows, PAPER_RULE)
     for rows in (parts.PARTS, parts._SWEPT):
-        for name in set(rows) - {parts.FULL.name}:
-            monkeypatch.delitem(rows, name)
-    for k in (3, 6):
-        monkeypatch.delitem(sweeps.NUMBERS, k)
+        keep(request, rows, parts.FULL.name)
+    keep(request, sweeps.NUMBERS, 1, 2, 4)
     monkeypatch.setattr(parts, "_RETRAINED", {})
-    monkeypatch.delitem(over_training._FOLLOWED, "ermoe-clusters")
     monkeypatch.setattr(parts, "step_times", lambda model, data: {"2": 1.0})
     files = ["--weights", str(place / "weights.safetensors"), "--data", "digits"]
     folders = ["--out", str(place / "out"), "--work", str(place / "work")]
@@ -101,9 +101,7 @@ def test_other_studies_take_over_what_it_trained(run, place, name):
     assert all(len(row) == len(found.header) for row in found.rows)
 
 
-def test_steadiness_is_measured_in_training_between_seeds_and_in_changed_images(run, place, monkeypatch):
-    for method in ("ermoe-clusters", "v-moe"):
-        monkeypatch.delitem(over_training._COLOURS, method)
+def test_steadiness_is_measured_in_training_between_seeds_and_in_changed_images(run, place):
     assert run("stability", "--seeds", "2") == 0
     *_, last = (record["figures"] for record in records_of(place, "stability"))
     assert list(last["steps"]) == ["2"]
@@ -113,16 +111,15 @@ def test_steadiness_is_measured_in_training_between_seeds_and_in_changed_images(
 
 
 @pytest.fixture
-def photographs(run, monkeypatch):
+def photographs(run, monkeypatch, request):
     torch.manual_seed(0)
     dense = timm.create_model("deit_tiny_patch16_224", **ARGS, num_classes=10).eval()
     splits = [images.drawn(open_images("digits", split), 60) for split in ("train", "test")]
     monkeypatch.setattr(converted, "opened", lambda setup, seed, data=None: Photographs(dense, *splits, seed))
     monkeypatch.setitem(PRETRAINED, "ermoe-clusters", {**PRETRAINED["ermoe-clusters"], "rank": 8})
     monkeypatch.setattr(converted, "_SHOTS", (2,))
-    for name in set(converted.ROWS) - {"dense", "ERMoE, exact", "V-MoE", "ERMoE, clusters, k = 1"}:
-        monkeypatch.delitem(converted.ROWS, name)
-    monkeypatch.delitem(converted._TABLE_2, OFFSETS)
+    keep(request, converted.ROWS, "dense", "ERMoE, exact", "V-MoE", "ERMoE, clusters, k = 1")
+    keep(request, converted._TABLE_2, "dense", "v-moe", "ermoe-clusters")
     return run
 
 
@@ -141,6 +138,16 @@ def test_frozen_features_are_computed_once_for_all_seeds(photographs, place):
     assert kept == {"dense", "v-moe", "ermoe-clusters"}
     found = catalogue.find("few-shot", "tiny").findings(Runs(records_of(place, "few-shot")))
     assert all(len(row) == len(found.header) for row in found.rows)
+
+
+def test_experts_are_fitted_to_training_images_and_classifiers_start_alike(run, place):
+    def start(method):
+        chosen = replace(images.base_recipe(None, method), weights=str(place / "weights.safetensors"))
+        return chosen.task(images.source(None), Compute()).model
+
+    dense, sparse = start("dense"), start("ermoe-clusters")
+    assert set(sparse.group_fits) == {"blocks.1"}
+    assert torch.equal(sparse.head.weight, dense.head.weight)
 
 
 def test_every_preset_is_declared_for_these_weights():
