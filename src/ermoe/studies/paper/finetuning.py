@@ -35,7 +35,7 @@ from ermoe.studies.paper.setup import Setup
 from ermoe.studies.paper.study import Findings, Job, every, study
 from ermoe.train.loop import settle_on
 
-_NO_LIMIT = "no limit"
+_NO_LIMIT, _WITHOUT = "no limit", ", no limit at inference"
 TIMES = "times"
 """The run that times a step of every method, in turns."""
 _METHODS = ("dense", "v-moe", "gate-loss-free", "emoe", PAPER_RULE, OFFSETS, "ermoe-shared")
@@ -164,7 +164,7 @@ def finetune(runs: Runs) -> Findings:
     for method, label in CONTEST.items():
         rows.append(_row(runs, method, label))
         if runs.of(method, _NO_LIMIT, "top1"):
-            rows.append(_row(runs, method, f"{label}, no limit at inference", _NO_LIMIT))
+            rows.append(_row(runs, method, label + _WITHOUT, _NO_LIMIT))
     return Findings(header, rows, _on_contest(runs))
 
 
@@ -238,10 +238,9 @@ def balance(runs: Runs) -> Findings:
     for method, (paper, _) in _FIGURE_4.items():
         if not runs.of(method, "top1"):
             continue
-        loads = [runs.cell(method, name, style=".3f") for name in ("load_cv2", "largest_load_cv2", "weight_cv2")]
-        row = [LABELS[method], paper, *loads, runs.cell(method, "max_load", style=".2f")]
-        row += [runs.cell(method, "drop_rate", style=".1%"), runs.cell(method, "top1")]
-        rows.append([*row, bits_cell(runs, method), bits_cell(runs, method, "start")])
+        rows.append([LABELS[method], paper, *_loads(runs, method)])
+        if runs.of(method, _NO_LIMIT, "top1"):
+            rows.append([LABELS[method] + _WITHOUT, "–", *_loads(runs, method, _NO_LIMIT)])
         share = [mean(own) for own in zip(*runs.of(method, "share"), strict=True)]  # type: ignore[arg-type]
         lines[LABELS[method]] = Curve(range(1, len(share) + 1), [len(share) * own for own in share])
     colours = [colour for method, (_, colour) in _FIGURE_4.items() if LABELS[method] in lines]
@@ -250,6 +249,13 @@ def balance(runs: Runs) -> Findings:
     pairs = [(("v-moe", "V-MoE"), ours), (("base", "BASE"), ours), (ours, (OFFSETS, "offsets"))]
     sentences = [runs.verdict(*pair, "load_cv2", what="load CV²") for pair in pairs]
     return Findings(header, rows, sentences, curves(lines, colours, scale))
+
+
+def _loads(runs: Runs, method: str, *path: str) -> list[str]:
+    loads = [runs.cell(method, *path, name, style=".3f") for name in ("load_cv2", "largest_load_cv2", "weight_cv2")]
+    row = [*loads, runs.cell(method, *path, "max_load", style=".2f")]
+    row += [runs.cell(method, *path, "drop_rate", style=".1%"), runs.cell(method, *path, "top1")]
+    return [*row, bits_cell(runs, method, *path), bits_cell(runs, method, "start")]
 
 
 _SUPPLEMENT_13 = {"expert-choice": "78.95", PAPER_RULE: "88.03", OFFSETS: "–", "dense": "–"}
