@@ -70,7 +70,8 @@ def figures_of_benchmark(name: str) -> dict[str, Any]:
 
 def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
     """A study's own table, or some of its columns, without rows that were not run."""
-    found = find(study).findings(Runs(read_records(RESULTS / "paper" / study / place / RECORDS))).table
+    scale, _, _ = place.partition("-")
+    found = find(study, scale).findings(Runs(read_records(RESULTS / "paper" / study / place / RECORDS))).table
     table = found.only(*columns) if columns else found
     return Table(table.header, [row for row in table.rows if set(row[1:]) != {"–"}])
 
@@ -176,7 +177,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
-    **{name: partial(of_paper, name) for name in ENTRIES},
+    **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
     "threshold": lambda: of_paper(
         "threshold",
         TINY,

@@ -4,7 +4,8 @@ Functions that describe single tokens return one value per token, so that whoeve
 an epoch, uses the same definition. Where a measure has no meaning it is NaN, never a flattering zero. How to read
 each of them is in docs/measures.md.
 
-Letters: T tokens, E experts, A pairs of token and expert, C classes, D model width, r routing rank.
+Letters: T tokens, N images of S tokens, E experts, A pairs of token and expert, C classes, D model width, r routing
+rank.
 """
 
 from __future__ import annotations
@@ -151,3 +152,25 @@ def class_information(count_CE: Tensor) -> Tensor:
     # 0 · log 0 = 0; a table without any pair stays NaN
     terms_CE = torch.where(joint_CE == 0, 0, joint_CE * torch.log2(joint_CE / independent_CE))
     return terms_CE.sum().clamp_min(0)
+
+
+def class_information_by_position(top_NS: Tensor, label_N: Tensor) -> Tensor:
+    """Mutual information between class and the expert of a token, given its position in the image, in bits.
+
+    ``top_NS`` holds the expert that weighs most for every token of N images. Experts that only tell the middle of an
+    image from its border have none, and neither have experts that look at colours that all classes share.
+
+    >>> by_class, by_position = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[0, 1], [0, 1]])
+    >>> label = torch.tensor([0, 1])
+    >>> class_information_by_position(by_class, label).item(), class_information_by_position(by_position, label).item()
+    (1.0, 0.0)
+    """
+    num_images, num_positions = top_NS.shape
+    num_classes, num_experts = int(label_N.max()) + 1, int(top_NS.max()) + 1
+    cell_NS = label_N.unsqueeze(1) * num_experts + top_NS.long()
+    cell_NS = cell_NS + num_classes * num_experts * torch.arange(num_positions)
+    count_S = torch.bincount(cell_NS.flatten(), minlength=num_positions * num_classes * num_experts)
+    joint_SCE = count_S.view(num_positions, num_classes, num_experts).double() / num_images
+    independent_SCE = joint_SCE.sum(2, keepdim=True) * joint_SCE.sum(1, keepdim=True)
+    terms_SCE = torch.where(joint_SCE == 0, 0, joint_SCE * torch.log2(joint_SCE / independent_SCE))
+    return terms_SCE.sum((1, 2)).mean().clamp_min(0)

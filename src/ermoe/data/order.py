@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,16 +58,22 @@ def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The batches of every epoch. A last batch that would not be full is left out, another one each epoch.
+    """The batches of every epoch, by default a pass over the images each. A last batch of a pass that would not be full
+    is left out, another one each time.
+
+    With ``steps`` an epoch has so many batches, and the next one goes on where it ended.
 
     >>> order = Order(num_images=10, batch_size=4, seed=0)
     >>> order.steps_per_epoch, [batch.tolist() == order.epoch(0)[4:8].tolist() for batch in order.batches(0)]
     (2, [False, True])
+    >>> [batch.tolist() for batch in Order(10, 4, seed=0, steps=1).batches(1)] == [order.epoch(0)[4:8].tolist()]
+    True
     """
 
     num_images: int
     batch_size: int
     seed: int
+    steps: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -79,18 +86,22 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in an epoch."""
-        return self.num_images // self.batch_size
+        """Batches of an epoch."""
+        return self.steps or self.num_images // self.batch_size
 
     def epoch(self, epoch: int) -> Indices:
-        """All images in the order of one epoch."""
+        """All images in the order of one pass."""
         return np.argsort(hashed(self.seed, epoch, np.arange(self.num_images)), kind="stable")
 
     def batches(self, epoch: int, *, first_step: int = 0) -> Iterator[Indices]:
         """The batches of an epoch from ``first_step`` on."""
-        order = self.epoch(epoch)
-        for step in range(first_step, self.steps_per_epoch):
-            yield order[step * self.batch_size : (step + 1) * self.batch_size]
+        start = epoch * self.steps_per_epoch
+        steps = range(start + first_step, start + self.steps_per_epoch)
+        for number, own in groupby(steps, lambda step: step // (self.num_images // self.batch_size)):
+            order = self.epoch(number)
+            for step in own:
+                place = step % (self.num_images // self.batch_size) * self.batch_size
+                yield order[place : place + self.batch_size]
 
 
 def share(batch_B: Indices, *, rank: int = 0, num_processes: int = 1) -> Indices:

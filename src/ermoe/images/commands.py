@@ -31,9 +31,10 @@ class Train:
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
-    """paper-ermoe, or b16-METHOD, cifar-METHOD, cifar17-METHOD, digits-METHOD with METHOD one of ermoe, ermoe-mean,
-    ermoe-none, ermoe-shared, v-moe, gate, gate-loss-free, soft, expert-choice, base, cosine, emoe, dense;
-    resnet18-STYLE, cifar-STYLE or digits-STYLE with STYLE single-gated or deep-moe."""
+    """paper-ermoe, or b16-METHOD, deit-tiny-METHOD, cifar-METHOD, cifar17-METHOD, digits-METHOD with METHOD one of
+    ermoe, ermoe-mean, ermoe-none, ermoe-shared, v-moe, gate, gate-loss-free, soft, expert-choice, base, cosine, emoe,
+    dense; deit-tiny also ermoe-clusters, ermoe-clusters-k2, one-low-rank; resnet18-STYLE, cifar-STYLE or digits-STYLE
+    with STYLE single-gated or deep-moe."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
     recipe: ImageRecipe

@@ -1,8 +1,8 @@
 """Named recipes: a model, its augmentation and its training, each a function that says what it is for.
 
 The paper's rows start from a pretrained ViT-B/16 and are fine-tuned on ImageNet-1K for 300 epochs; few-shot figures
-come from `ermoe image probe` on the result. The miniatures train from scratch on CIFAR-10 within minutes on two cores,
-and differ in nothing but the router.
+come from `ermoe image probe` on the result. DeiT-Tiny is fine-tuned from a file, and the miniatures train from scratch
+on CIFAR-10, within minutes on two cores; the presets of a family differ in nothing but the method.
 
 Nothing here imports torch, so that a command can show the values of a preset at once.
 """
@@ -23,6 +23,7 @@ from ermoe.train.settings import NO_AUGMENTATION, STEADY_BASES, Augmentation, Tr
 if TYPE_CHECKING:
     from torch import nn
 
+    from ermoe.data.images import Images
     from ermoe.images.run import Classification, LabelledImages
     from ermoe.train.compute import Compute
 
@@ -39,10 +40,12 @@ class ImageRecipe:
         sparsity: options of `ermoe.upcycle`; None for a dense model.
         training: the numbers of the loop.
         augmentation: how training images are varied.
-        init: what experts start from without weights: "same" from scratch; with weights it is always "dense".
+        init: what experts start from, see `ermoe.upcycle`; "same" and "random" are for models without weights.
         model_args: options of the architecture.
         label_smoothing: share of a label that is spread over all classes.
         validation: share of the training images that is held out of training to choose the best epoch; 0 chooses none.
+        epoch_steps: steps of an epoch, for a budget that is the same for any number of images; 0 for a pass over them.
+        calibration: training images, without labels or augmentation, to which experts are fitted at the start.
         weights: what the model starts from: a file in any usual format, "timm" for timm's pretrained ones.
         preset: the name it had.
     """
@@ -55,6 +58,8 @@ class ImageRecipe:
     model_args: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     label_smoothing: float = 0.1
     validation: float = 0.05
+    epoch_steps: Annotated[int, tyro.conf.Suppress] = 0
+    calibration: int = 0
     weights: str | None = None
     preset: Annotated[str, tyro.conf.Suppress] = "own"
 
@@ -62,18 +67,19 @@ class ImageRecipe:
         if not 0 <= self.validation < 1:
             raise UserError(f"validation={self.validation}: need a share of the images from 0 up to, but not, 1")
 
-    def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
-        """The model before training; ``weights``, if given, instead of the recipe's."""
+    def build(self, num_classes: int, *, weights: str | None = None, images: Images | None = None) -> nn.Module:
+        """The model before training; ``weights``, if given, instead of the recipe's; ``images`` to be fitted to."""
         from ermoe.images.run import build
 
-        return build(self if weights is None else replace(self, weights=weights), num_classes)
+        return build(self if weights is None else replace(self, weights=weights), num_classes, images)
 
     def task(self, data: LabelledImages, compute: Compute) -> Classification:
         """Classification of ``data``, in two stages where the network asks for it."""
         from ermoe.images.run import Classification
         from ermoe.images.two_stages import TwoStageClassification
 
-        model: Any = self.build(len(data.classes))
+        images = data.without_validation(self.validation)[0] if self.calibration else None
+        model: Any = self.build(len(data.classes), images=images)
         kind = TwoStageClassification if self.architecture in IMAGE_LEVEL else Classification
         return kind(model, data, self, compute)
 
@@ -128,6 +134,28 @@ def smallest(sparsity: dict[str, Any] | None) -> ImageRecipe:
     )
 
 
+def fine_tuned(sparsity: dict[str, Any] | None) -> ImageRecipe:
+    """DeiT-Tiny at 96 pixels from its ImageNet weights, experts in every second block: 400 steps of 64 images.
+
+    Run: ``ermoe image train deit-tiny-METHOD DATA --weights deit_tiny_patch16_224.safetensors``, some minutes on two
+    cores. An epoch is 100 steps, after which bases are retracted, whatever the number of images. Experts of lower rank
+    are fitted to 1,000 of them at the start.
+    """
+    options = dict(sparsity or {})
+    init = options.pop("init", "dense")
+    return ImageRecipe(
+        "deit_tiny_patch16_224",
+        None if sparsity is None else options,
+        Training(epochs=4, batch_size=64, base_lr=1.2e-3, warmup_epochs=0.4, ema=0.0, log_every=25, evaluate_every=4),
+        Augmentation(),
+        init=init,
+        model_args={"img_size": 96},
+        validation=0.0,
+        epoch_steps=100,
+        calibration=1000 if init == "clusters" or "rank" in options else 0,
+    )
+
+
 def convolutional(
     style: str, *, img_size: int = 224, epochs: int = 300, blocks: tuple[int, ...] = (2, 2, 2, 2), flip: bool = True
 ) -> ImageRecipe:
@@ -167,6 +195,14 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "emoe": {"router": "emoe"},
     "dense": None,
 }
+# What real weights make possible: experts that are fitted to groups of tokens, or beside the dense network, and the one
+# low-rank network for all tokens that they have to beat.
+_CLUSTERS = {"init": "clusters", "rank": 96}
+PRETRAINED: dict[str, dict[str, Any] | None] = METHODS | {
+    "ermoe-clusters": {**_CLUSTERS, "top_k": 1},
+    "ermoe-clusters-k2": {**_CLUSTERS, "top_k": 2},
+    "one-low-rank": {"rank": 96, "num_experts": 1, "top_k": 1},
+}
 # The paper's own layer: rank inferred from its 243.0 M parameters, no offsets. See ermoe.models.presets.
 _PAPER_LAYER = {"rank": 504, "route_rank": 56, "balance": "none"}
 
@@ -186,6 +222,7 @@ PRESETS: dict[str, Callable[[], ImageRecipe]] = {
     **{f"b16-{name}": partial(paper, _of_tokens(sparsity, 197)) for name, sparsity in METHODS.items()},
     **{f"cifar-{name}": partial(miniature, _scratch(name, 65)) for name in METHODS},
     **{f"cifar17-{name}": partial(miniature, _scratch(name, 17), patch_size=8) for name in METHODS},
+    **{f"deit-tiny-{name}": partial(fine_tuned, _of_tokens(sparsity, 37)) for name, sparsity in PRETRAINED.items()},
     **{f"resnet18-{style}": partial(convolutional, style) for style in IMAGE_LEVEL},
     **{
         f"cifar-{style}": partial(convolutional, style, img_size=32, epochs=6, blocks=(1, 1, 1, 1))

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import timm
@@ -27,6 +27,7 @@ from ermoe.data.images import Images, open_images, some_of
 from ermoe.data.order import Order, hashed
 from ermoe.errors import UserError
 from ermoe.files import Json, StrPath
+from ermoe.images.conversion import PlainBatches
 from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.rivals.image_level import image_level
 from ermoe.models.upcycle import restart_ffns, upcycle
@@ -123,8 +124,8 @@ class LabelledImages:
         return some_of(self.train, np.sort(order[count:])), some_of(self.train, np.sort(order[:count]))
 
 
-def build(recipe: ImageRecipe, num_classes: int) -> nn.Module:
-    """The model of a recipe; its random numbers are a function of the seed."""
+def build(recipe: ImageRecipe, num_classes: int, images: Images | None = None) -> nn.Module:
+    """The model of a recipe, its experts fitted to ``images`` if it says so; random numbers follow from the seed."""
     torch.manual_seed(recipe.training.seed)
     if recipe.architecture in IMAGE_LEVEL:
         if recipe.weights is not None:
@@ -133,23 +134,39 @@ def build(recipe: ImageRecipe, num_classes: int) -> nn.Module:
             )
         return image_level(recipe.architecture, num_classes=num_classes, **recipe.model_args)
     generator = torch.Generator().manual_seed(recipe.training.seed)
-    model = _timm_model(recipe, num_classes)
+    model = _dense(recipe, generator, num_classes=num_classes)
+    if recipe.sparsity is None:
+        return model
+    is_fresh = recipe.init in ("same", "random")  # which would draw networks anew that weights were given for
+    init = "dense" if is_fresh and recipe.weights is not None else recipe.init
+    options = {"init": init, "generator": generator, "inplace": True, **recipe.sparsity}
+    if not recipe.calibration:
+        return upcycle(model, **options)
+    if images is None:
+        raise UserError(f"{recipe.preset}: its experts are fitted to training images; pass images=")
+    # Tokens are weighed by what they mean for the answer, of which a fresh classifier knows nothing.
+    knowing: Any = _dense(recipe, generator)
+    batches = PlainBatches(transform_for(knowing).of(images), recipe.calibration, recipe.training.seed, Compute())
+    sparse: Any = upcycle(knowing, calibration=batches, **options)
+    sparse.reset_classifier(num_classes)
+    sparse.head.load_state_dict(model.head.state_dict())
+    return cast(nn.Module, sparse)
+
+
+def _dense(recipe: ImageRecipe, generator: torch.Generator, **classes: Any) -> Any:
+    """The dense model of a recipe, by default with as many classes as its architecture is known for."""
+    model = _timm_model(recipe, **classes)
     if recipe.init == "same" and recipe.weights is None:
         restart_ffns(model, generator)
     if recipe.weights is not None and recipe.weights != "timm":
         _start_from(model, recipe.weights)
-    if recipe.sparsity is None:
-        return model
-    init = recipe.init if recipe.weights is None else "dense"  # "same" would draw the networks anew
-    return upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
+    return model
 
 
-def _timm_model(recipe: ImageRecipe, num_classes: int) -> nn.Module:
+def _timm_model(recipe: ImageRecipe, **classes: Any) -> nn.Module:
     pretrained = recipe.weights == "timm"
     try:
-        return timm.create_model(
-            recipe.architecture, pretrained=pretrained, num_classes=num_classes, **recipe.model_args
-        )
+        return timm.create_model(recipe.architecture, pretrained=pretrained, **classes, **recipe.model_args)
     except OSError as problem:  # what every failure to reach the hub is
         if not pretrained:
             raise
@@ -185,7 +202,7 @@ class Classification(loop.Task):
         training, plain = recipe.training, transform_for(model)
         self.train_loader = Loader(
             transform_for(model, recipe.augmentation, training.seed).of(self.train_images),
-            Order(len(self.train_images), training.batch_size, training.seed),
+            Order(len(self.train_images), training.batch_size, training.seed, steps=recipe.epoch_steps),
             num_parts=training.accumulate,
             compute=compute,
         )

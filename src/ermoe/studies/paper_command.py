@@ -24,9 +24,9 @@ class List:
 
         from ermoe.studies.paper.catalogue import ENTRIES
 
-        table = Table("ID", "in the paper", "data", "what is claimed", box=box.SIMPLE, header_style="bold")
+        table = Table("ID", "in the paper", "data", "scales", "what is claimed", box=box.SIMPLE, header_style="bold")
         for name, entry in ENTRIES.items():
-            table.add_row(name, entry.shows, entry.data, entry.claims)
+            table.add_row(name, entry.shows, entry.data, ", ".join(entry.scales), entry.claims)
         console.print(table)
 
 
@@ -46,7 +46,7 @@ class Run:
         from ermoe.studies.paper.catalogue import find
         from ermoe.studies.paper.study import run
 
-        run(find(self.study), replace(self.setup, console=console))
+        run(find(self.study, self.setup.scale), replace(self.setup, console=console))
 
 
 COMMANDS: dict[str, type[Command]] = {"list": List, "run": Run}

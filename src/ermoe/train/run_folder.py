@@ -31,7 +31,13 @@ _RESUME = ("auto", "never", "must")
 # How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
 _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
 # What runs did that an earlier version began, which did not know the setting yet.
-_BEFORE_IT_WAS_A_SETTING: Json = {"validation": 0.0, "image_lr": 1.0, "weights_of": "clip"}
+_BEFORE_IT_WAS_A_SETTING: Json = {
+    "validation": 0.0,
+    "epoch_steps": 0,
+    "calibration": 0,
+    "image_lr": 1.0,
+    "weights_of": "clip",
+}
 _TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
 _SHOWN = {

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch, in_memory
 from ermoe.data.images import Images, open_images, some_of
+from ermoe.data.order import hashed
 from ermoe.errors import UserError
 from ermoe.files import StrPath
 from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.run import LabelledImages, evaluate, transform_for
-from ermoe.models.io import load
+from ermoe.models.io import CONFIG, load, save
 from ermoe.studies.paper.setup import Setup, slug
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.loader import Loader
@@ -32,8 +34,11 @@ PAPER_RULE, OFFSETS = "ermoe-none", "ermoe"
 """The method as the paper has it, and with our offsets."""
 _MINI_STEPS = 1300  # of a miniature on data of your own: two or three minutes on two cores
 _MINI_SIDE = 32
+_TINY_SIDE = 107  # of which a model of 96 pixels sees the middle
+_TINY_TESTED = 5000
 _WORKERS = 2  # where images are in files
 _MOST_IN_MEMORY = 200_000
+_NAMES = {"tiny": "DeiT-Tiny at 96 pixels", "full": "ViT-B/16"}
 LABELS = {
     PAPER_RULE: "ERMoE (paper's rule)",
     OFFSETS: "ERMoE with offsets",
@@ -43,6 +48,12 @@ LABELS = {
     "base": "BASE",
     "expert-choice": "Expert choice",
     "dense": "dense ViT",
+    "gate-loss-free": "loss-free gate",
+    "emoe": "EMoE",
+    "one-low-rank": "one low-rank expert",
+    "ermoe-shared": "ERMoE, dense FFN kept",
+    "ermoe-clusters": "ERMoE, clusters, k = 1",
+    "ermoe-clusters-k2": "ERMoE, clusters, k = 2",
     "single-gated": "Single-gated MoE-style",
     "deep-moe": "DeepMoE-style",
 }
@@ -69,6 +80,8 @@ class Variant:
         return "_".join([self.method, *options, *own])
 
 
+_KEPT = (PAPER_RULE, OFFSETS, "v-moe", "emoe", "ermoe-clusters", "ermoe-clusters-k2", "ermoe-shared")
+"""What studies on real weights look at during training: every quarter of it is kept."""
 AS_PRINTED = Variant("Eq. 7 as printed", sparsity={"weight_floor": 1e-3})
 """Mixing weights in proportion to the scores: what the miniatures, which start from scratch, are spared otherwise."""
 
@@ -87,18 +100,31 @@ def source(setup: Setup, path: str | None = None) -> LabelledImages:
     path = path or setup.data
     if path is None and setup.is_full:
         raise UserError("--scale full wants the real data: name its folder with --data")
-    return _opened(path or "digits", held=not setup.is_full)
+    return _opened(path or "digits", setup.scale)
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, *, held: bool) -> LabelledImages:
+def _opened(place: str, scale: str) -> LabelledImages:
     train, test = open_images(place, "train"), open_images(place, "test")
-    return LabelledImages(slug(place), _held(train), _held(test)) if held else LabelledImages(slug(place), train, test)
+    if scale == "tiny":
+        test = drawn(test, _TINY_TESTED)
+    if scale != "full":
+        side = _TINY_SIDE if scale == "tiny" else _MINI_SIDE
+        train, test = _held(train, side), _held(test, side)
+    return LabelledImages(slug(place), train, test)
 
 
-def _held(images: Images) -> Images:
-    """Images in files decoded once, at the size of the miniatures, as long as there are not too many."""
-    return images if len(images) > _MOST_IN_MEMORY else in_memory(images, _MINI_SIDE, shows_progress=True)
+def _held(images: Images, side: int) -> Images:
+    """Images in files decoded once, at the size of the models, as long as there are not too many."""
+    return images if len(images) > _MOST_IN_MEMORY else in_memory(images, side, shows_progress=True)
+
+
+def drawn(images: Images, number: int) -> Images:
+    """At most so many of the images, drawn by a hash, in their order."""
+    if len(images) <= number:
+        return images
+    index_N = np.sort(np.argsort(hashed(number, np.arange(len(images))), kind="stable")[:number])
+    return some_of(images, index_N, summary=f"{images.summary}, of which {number} drawn")
 
 
 def describe(setup: Setup, **training: Any) -> str:
@@ -106,12 +132,19 @@ def describe(setup: Setup, **training: Any) -> str:
     data, chosen = source(setup), base_recipe(setup, PAPER_RULE)
     chosen = replace(chosen, training=replace(chosen.training, **training))
     epochs = epochs_of(setup, chosen, data)
-    size = "ViT-B/16, experts in every second block" if setup.is_full else _size(chosen)
+    size = _size(chosen) if setup.scale == "mini" else f"{_NAMES[setup.scale]}, experts in every second block"
     start = f"started from {setup.weights}" if setup.weights else "from scratch"
     return (
-        f"{data.train.summary}; {data.test.summary}; {size}, 8 experts, {start}, {epochs} epochs, {setup.in_seeds}."
+        f"{data.train.summary}; {data.test.summary}; {size}, 8 experts, {start}, {_budget(chosen, epochs)}, "
+        f"{setup.in_seeds}."
         f"{_departures(chosen)}"
     )
+
+
+def _budget(chosen: ImageRecipe, epochs: int) -> str:
+    if chosen.epoch_steps:
+        return f"{epochs * chosen.epoch_steps} steps of {chosen.training.batch_size} images"
+    return f"{epochs} epochs"
 
 
 def _departures(chosen: ImageRecipe) -> str:
@@ -145,6 +178,8 @@ def base_recipe(setup: Setup, method: str) -> ImageRecipe:
     convolutional = method in IMAGE_LEVEL
     if setup.is_full:
         return recipe(f"resnet18-{method}" if convolutional else f"b16-{method}")
+    if setup.is_tiny:
+        return recipe(f"deit-tiny-{method}")
     if setup.data is None and setup.pretrain is None:
         return recipe(f"digits-{method}")
     return recipe(f"cifar-{method}" if convolutional else f"cifar17-{method}")
@@ -161,6 +196,8 @@ def recipe_of(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -
     # Studies read the last epoch: no other is judged, and none is chosen.
     budget: dict[str, Any] = {"epochs": epochs, "evaluate_every": epochs, "seed": seed}
     budget["warmup_epochs"] = share * chosen.training.warmup_epochs
+    if setup.is_tiny and variant.key in _KEPT:
+        budget["keep_every"] = max(1, epochs // 4)
     training = replace(chosen.training, **{**budget, **variant.training})
     return replace(chosen, sparsity=sparsity, training=training, validation=0.0, weights=setup.weights)
 
@@ -169,7 +206,7 @@ def epochs_of(setup: Setup, chosen: ImageRecipe, data: LabelledImages) -> int:
     """--epochs, else the preset's; miniatures on data of your own have a budget of steps instead."""
     if setup.epochs is not None:
         return setup.epochs
-    if setup.is_full or chosen.architecture in IMAGE_LEVEL or chosen.model_args["img_size"] < _MINI_SIDE:
+    if setup.scale != "mini" or chosen.architecture in IMAGE_LEVEL or chosen.model_args["img_size"] < _MINI_SIDE:
         return chosen.training.epochs
     return max(2, round(_MINI_STEPS * chosen.training.batch_size / len(data.train)))
 
@@ -179,23 +216,36 @@ def trained(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> 
     chosen = recipe_of(setup, variant, seed, data)
     folder = setup.trained(data.path) / f"{variant.key}-{seed}"
     compute = setup.compute(workers=_WORKERS)
-    chosen = chosen if variant.prepare is None else _prepared(chosen, variant.prepare)
+    if variant.prepare is not None or chosen.calibration:
+        chosen = _starting_as(chosen, partial(started, setup, variant, seed, data))
     figures = train(chosen, data, folder, compute=compute)
     return Trained(loaded(RunFolder(folder).final, variant, compute.device), figures, folder)
 
 
-def _prepared(chosen: ImageRecipe, prepare: Callable[[nn.Module], None]) -> ImageRecipe:
-    """The recipe whose models are changed once they are built."""
+def started(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -> nn.Module:
+    """A variant before training. One that is fitted to images, which takes a minute, is kept for other studies."""
+    chosen = recipe_of(setup, variant, seed, data)
+    if not chosen.calibration:
+        model = chosen.build(len(data.classes), images=data.train)
+        if variant.prepare is not None:
+            variant.prepare(model)
+        return model
+    folder = setup.trained(data.path) / "started" / f"{variant.key}-{seed}"
+    if not (folder / CONFIG).is_file():
+        save(chosen.build(len(data.classes), images=data.train), folder)
+    return loaded(folder, variant)
 
-    class Prepared(ImageRecipe):
+
+def _starting_as(chosen: ImageRecipe, start: Callable[[], nn.Module]) -> ImageRecipe:
+    """The recipe whose models are made by ``start``."""
+
+    class Started(ImageRecipe):
         __slots__ = ()
 
-        def build(self, num_classes: int, *, weights: str | None = None) -> nn.Module:
-            model = ImageRecipe.build(self, num_classes, weights=weights)
-            prepare(model)
-            return model
+        def build(self, num_classes: int, **given: Any) -> nn.Module:
+            return start()
 
-    return Prepared(**{name: getattr(chosen, name) for name in ImageRecipe.__slots__})
+    return Started(**{name: getattr(chosen, name) for name in ImageRecipe.__slots__})
 
 
 def loaded(folder: StrPath, variant: Variant, device: torch.device | str = "cpu") -> nn.Module:

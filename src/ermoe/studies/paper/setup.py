@@ -15,7 +15,7 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from ermoe.train.compute import Compute
 
-Scale = Literal["mini", "full"]
+Scale = Literal["mini", "tiny", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,18 @@ class Setup:
     data: str | None = None
     """Folder of a data set of the kind that the list names; by default what comes with the library."""
     scale: Scale = "mini"
-    """mini: minutes on two cores. full: the paper's sizes, on the data you name; for GPUs."""
+    """mini: minutes on two cores. tiny: DeiT-Tiny from real weights, hours on two cores. full: the paper's sizes, for
+    GPUs. The last two on the data you name."""
     seeds: int = 3
     """How many seeds."""
     pretrain: str | None = None
-    """few-shot, ablation: the images that features are learned from; by default half of the classes of --data."""
+    """few-shot, ablation: the images that features are learned from; by default half of the classes of --data. At
+    scale tiny, few-shot: unlabelled images to which experts are fitted; by default those of --data."""
     weights: str | None = None
-    """full: what models start from, a file with weights of a ViT, or "timm"."""
+    """tiny, full: what models start from, a file with weights of a ViT (tiny: of DeiT-Tiny), or "timm"."""
     epochs: int | None = None
-    """Other than what the scale has, for a quick try; results go to a folder of their own."""
+    """Other than what the scale has (tiny: 4 epochs of 100 steps), for a quick try; results go to a folder of their
+    own."""
     out: Path = Path("runs/paper")
     """Folder for the records, a line a run, the table and the plot."""
     work: Path = Path("runs/paper/trained")
@@ -51,11 +54,21 @@ class Setup:
             raise UserError(f"--seeds {self.seeds}: need at least one")
         if self.epochs is not None and self.epochs < 1:
             raise UserError(f"--epochs {self.epochs}: need at least one")
+        if self.is_tiny and (self.weights is None or self.data is None):
+            raise UserError(
+                "--scale tiny starts from real weights and learns from real images: name DeiT-Tiny's file with "
+                "--weights and a folder of images with --data"
+            )
 
     @property
     def is_full(self) -> bool:
         """Whether the paper's own sizes are asked for."""
         return self.scale == "full"
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether models start from DeiT-Tiny's weights."""
+        return self.scale == "tiny"
 
     def compute(self, *, workers: int = 0) -> Compute:
         """Where runs compute, and to whom they speak."""

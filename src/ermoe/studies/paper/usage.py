@@ -120,10 +120,11 @@ def train_heatmaps(runs: Runs) -> Findings:
         verdict(late, early, larger=f"epoch {last}", smaller=f"epoch {first}", what="class bits, deepest", form=".3f"),
         verdict(late, shallow, larger="the deepest", smaller="the first layer", what="class bits, last", form=".3f"),
     ]
-    return Findings(header, rows, sentences, _maps(epochs, first_seed["classes"]))
+    return Findings(header, rows, sentences, maps(epochs, first_seed["classes"]))
 
 
-def _maps(epochs: dict[str, Any], classes: list[str]) -> Figure:
+def maps(epochs: dict[str, Any], classes: list[str], *, of: str = "epoch") -> Figure:
+    """A map of classes and experts for every epoch and layer, from their ``weight``."""
     layers = list(next(iter(epochs.values())))
     with plots.style():
         height = 0.6 + min(max(0.16 * len(classes), 1.6), 5.0)
@@ -133,5 +134,5 @@ def _maps(epochs: dict[str, Any], classes: list[str]) -> Figure:
             for axes, layer in zip(row, layers, strict=True):
                 share = np.array(found[layer]["weight"], dtype=np.float64)
                 plots.draw_class_map(axes, share, classes)
-                axes.set_title(f"epoch {epoch}, {layer}", fontsize=8)
+                axes.set_title(f"{of} {epoch}, {layer}", fontsize=8)
     return drawing

@@ -21,6 +21,7 @@ from ermoe.studies.paper.setup import Setup
 from ermoe.studies.paper.study import run
 from ermoe.studies.record import RECORDS
 from support import pictures
+from support.rows import keep
 
 NAMES = ["threshold", "lambda", "top-k", "balance", "ablation", "train-heatmaps", "expert-choice"]
 
@@ -34,19 +35,6 @@ def few(split, number):
 def work(tmp_path_factory):
     """Studies share what they train."""
     return tmp_path_factory.mktemp("trained")
-
-
-def keep(request, rows, *names):
-    """Only some rows of a study; afterwards all of them again, in their order, which is that of its table."""
-    whole = dict(rows)
-
-    def restore():
-        rows.clear()
-        rows.update(whole)
-
-    request.addfinalizer(restore)
-    for name in set(rows) - set(names):
-        del rows[name]
 
 
 @pytest.fixture

@@ -139,9 +139,11 @@ def test_names_of_files_are_plain():
     assert slug("V-MoE E=8") == "V-MoE-E-8"
 
 
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_every_listed_study_is_there_under_its_name(name):
-    found = catalogue.find(name)
+@pytest.mark.parametrize(
+    ("name", "scale"), [(n, scale) for n, entry in catalogue.ENTRIES.items() for scale in entry.scales]
+)
+def test_every_listed_study_is_there_under_its_name(name, scale):
+    found = catalogue.find(name, scale)
     assert found.name == name
     assert found.title
     assert found.paper.endswith(".")
