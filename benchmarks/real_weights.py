@@ -7,21 +7,36 @@ compared in pairs. A queue that resumes: a line a run in benchmarks/results/real
     python benchmarks/real_weights.py DATA --weights FILE [--only NAME …]
 
 DATA is a folder with train/CLASS/ and val/CLASS/ of 224-pixel photographs, FILE holds deit_tiny_patch16_224's weights.
+
+Kinds of slim models: experts of less width (`slim`), one network of less width or of lower rank for all tokens. Rates
+are tuned for each kind alike (`tune-…`), on a fifth of the training photographs that was not learned from. `times`
+wants an idle machine: models of the other rows, in turns, 8 photographs at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
+from torch import nn
 
 import ermoe
+from ermoe.analysis import plots
+from ermoe.analysis.plots import Curve, Scale, curves
+from ermoe.analysis.report import save_drawing
+from ermoe.data.images import some_of
+from ermoe.images.conversion import PlainBatches
+from ermoe.images.run import transform_for
+from ermoe.models.backbones import family_of
 from ermoe.models.slim import slim
+from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.conversions import AS_IT_IS, BY_LAYER, CLUSTERS, EXACT, ONE, Photographs
 from ermoe.studies.figures import Runs
 from ermoe.studies.paired import apart
@@ -30,7 +45,19 @@ from ermoe.studies.tables import Table
 from ermoe.train.compute import Compute
 
 RESULTS = Path(__file__).parent / "results"
-_WHOLE = {"layer_epochs": 10, "epochs": 25}
+BUDGETS = (0.9, 0.8, 0.7)
+BETWEEN = (0.95, 0.85, 0.75)
+KINDS: dict[str, dict[str, Any]] = {
+    "slim": {"num_experts": 8},
+    "one-narrow": {"num_experts": 1},
+    "one-low-rank": {"num_experts": 1, "cut": "rank"},
+}
+RATES = (5e-5, 1e-4, 2e-4)
+WHOLE: dict[str, Any] = {"layer_epochs": 4, "epochs": 20}
+SHORT: dict[str, Any] = {"layer_epochs": 2, "epochs": 5}
+BEST_RATES = {"slim": 1e-4, "one-narrow": 1e-4, "one-low-rank": 1e-4}
+"""By `tune-…`."""
+_ROUNDS = 25
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,8 @@ class Options:
     out: Path = RESULTS
     cache: Path = Path("runs/real_weights")
     """Where learning that was stopped goes on from, and models are kept."""
+    plot: Path | None = None
+    """Also draw the curve of slimming to this file, without its ending."""
 
 
 def dense(bench: Photographs, options: Options, name: str) -> dict[str, Any]:
@@ -63,22 +92,74 @@ def converted(
 
 
 def slimmed(
-    bench: Photographs, options: Options, name: str, learning: dict[str, int], budget: float, num_experts: int
+    bench: Photographs,
+    options: Options,
+    name: str,
+    learning: dict[str, Any],
+    held_out: PlainBatches | None = None,
+    **given: Any,
 ) -> dict[str, Any]:
+    """A slim model, judged by the other split; or by what was held out of training, as rates are tuned."""
     found = slim(
         bench.dense,
         bench.varied(),
-        budget=budget,
-        num_experts=num_experts,
         calibration=bench.plain(),
-        held_out=bench.plain(),
+        held_out=held_out or bench.plain(),
         folder=options.cache / name,
         compute=bench.compute,
         seed=bench.seed,
         **learning,
+        **given,
     )
+    if held_out is not None:
+        return {"agreement": found.agreement, "divergence": found.divergence}
     ermoe.save(found.model, options.cache / name / "model")
     return {**bench.judged(found.model), "layers": found.as_json()["layers"]}
+
+
+def tuned(bench: Photographs, options: Options, name: str, **given: Any) -> dict[str, Any]:
+    """Learning from four fifths of the training photographs, judged by the last fifth; no label is read."""
+    order = np.random.default_rng(0).permutation(len(bench.train))
+    middle = 4 * len(order) // 5
+    parts = [some_of(bench.train, part, summary=bench.train.summary) for part in (order[:middle], order[middle:])]
+    held_out = PlainBatches(transform_for(bench.dense).of(parts[1]), len(parts[1]), bench.seed, bench.compute)
+    return slimmed(replace(bench, train=parts[0]), options, name, budget=0.8, held_out=held_out, **given)
+
+
+def cut_by_svd(bench: Photographs, options: Options, name: str, budget: float) -> dict[str, Any]:
+    """Every network cut to one rank by its singular values, whatever its inputs are."""
+    family = family_of(bench.dense)
+    ffn = family.ffn(family.blocks(bench.dense)[0][1])
+    saved = (1 - budget) * ermoe.count(bench.dense).flops.total / (2 * family.num_tokens(bench.dense))
+    entries = 2 * ffn.dim * ffn.hidden_dim - saved / len(family.blocks(bench.dense))
+    rank = int(entries / (2 * (ffn.dim + ffn.hidden_dim)))
+    return bench.judged(ermoe.upcycle(bench.dense, blocks="all", num_experts=1, top_k=1, rank=rank))
+
+
+def in_int8(bench: Photographs, options: Options, name: str) -> dict[str, Any]:
+    """torch's dynamic quantisation of all linear layers: as many operations, each on fewer bits."""
+    figures = bench.judged(bench.dense, answers=_quantised(bench.dense))
+    return {**figures, "bytes": 0.25}
+
+
+def _quantised(model: nn.Module) -> nn.Module:
+    quantised: nn.Module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    return quantised
+
+
+def times(bench: Photographs, options: Options, name: str) -> dict[str, Any]:
+    """Time of a pass over the dense model's, 8 photographs at once, of the models that other rows have left."""
+    image = torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    models = {"dense": bench.dense, "int8": _quantised(bench.dense)}
+    for row in ("clusters-r96", *(f"{kind}-{budget}" for budget in BUDGETS for kind in KINDS)):
+        folder = next(
+            (f for f in (options.cache / row, options.cache / f"{row}-fitted") if (f / "model").exists()), None
+        )
+        if folder is not None:
+            models[row] = ermoe.load(folder / "model").eval()
+    with torch.inference_mode():
+        measured = compare(take_turns({n: partial(m, image) for n, m in models.items()}, rounds=_ROUNDS), "dense")
+    return {row.name: {"ratio": row.ratio, "low": row.ratio_low, "high": row.ratio_high} for row in measured}
 
 
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -89,15 +170,39 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "one-r96": partial(converted, learning=AS_IT_IS, **ONE),
     "clusters-r96-refined": partial(converted, learning=BY_LAYER, **CLUSTERS),
     "one-r96-refined": partial(converted, learning=BY_LAYER, **ONE),
+    "int8": in_int8,
+    **{f"svd-{budget}": partial(cut_by_svd, budget=budget) for budget in BUDGETS},
     **{
-        f"{kind}-{budget}{stage}": partial(slimmed, learning=learning, budget=budget, num_experts=num_experts)
-        for budget in (0.9, 0.8, 0.7)
-        for stage, learning in (("-fitted", AS_IT_IS), ("", _WHOLE))
-        for kind, num_experts in (("slim", 8), ("one-narrow", 1))
+        f"tune-{kind}-{rate:g}": partial(tuned, learning={**SHORT, "lr": rate}, **options)
+        for kind, options in KINDS.items()
+        for rate in RATES
     },
+    **{
+        f"{kind}-{budget}-fitted": partial(slimmed, learning=AS_IT_IS, budget=budget, **options)
+        for kind, options in KINDS.items()
+        for budget in BUDGETS
+    },
+    **{
+        f"{kind}-{budget}-by-layer": partial(slimmed, learning={**WHOLE, "epochs": 0}, budget=budget, **options)
+        for kind, options in KINDS.items()
+        for budget in BETWEEN
+        if kind != "one-narrow"
+    },
+    **{
+        f"{kind}-{budget}": partial(slimmed, learning={**WHOLE, "lr": BEST_RATES[kind]}, budget=budget, **options)
+        for kind, options in KINDS.items()
+        for budget in BUDGETS
+    },
+    "times": times,
 }
 
 
+_STAGES = {"-fitted": ", not trained", "-by-layer": ", trained layer by layer", "": ", trained"}
+_WORDS = {
+    "slim": "slim, 8 experts",
+    "one-narrow": "one narrow network a block",
+    "one-low-rank": "one low-rank network a block",
+}
 LABELS = {
     "dense": "dense",
     "exact": "full rank, 8 experts, 2 a token",
@@ -106,11 +211,17 @@ LABELS = {
     "one-r96": "rank 96 in every second block, one for all tokens",
     "clusters-r96-refined": "rank 96, 8 experts, refined layer by layer",
     "one-r96-refined": "rank 96, one for all, refined layer by layer",
+    "int8": "dense, linear layers in int8 (torch, dynamic)",
+    **{f"svd-{budget}": f"{budget}: one network a block, cut by SVD" for budget in BUDGETS},
     **{
-        f"{kind}-{budget}{stage}": f"{label} of the operations{remark}"
-        for budget in (0.9, 0.8, 0.7)
-        for stage, remark in (("-fitted", ", not trained"), ("", ", trained"))
-        for kind, label in (("slim", f"slim, 8 experts: {budget}"), ("one-narrow", f"one narrow network: {budget}"))
+        f"{kind}-{budget}{stage}": f"{budget}: {label}{remark}"
+        for budget in sorted({*BUDGETS, *BETWEEN}, reverse=True)
+        for kind, label in _WORDS.items()
+        for stage, remark in (
+            ("-fitted", ", not trained"),
+            ("-by-layer", ", trained layer by layer"),
+            ("", ", trained"),
+        )
     },
 }
 
@@ -118,12 +229,48 @@ LABELS = {
 def table(records: list[Record]) -> Table:
     """Accuracy, and the difference from the dense model photograph by photograph, with its 95 % interval."""
     runs, rows = Runs(records), []
+    timed = next((record["figures"] for record in records if record["name"] == "times"), {})
     for name in LABELS:
         for figures in (record["figures"] for record in records if record["name"] == name):
             row = [f"{100 * figures['top1']:.1f}", str(apart(runs, (name,), ("dense",)) or "–")]
             row += [f"{figures['operations']:.3f}", f"{figures['parameters']:.2f}"]
-            rows.append([LABELS[name], *row])
-    return Table(["model", "top-1 %", "over dense", "operations ÷ dense", "parameters ÷ dense"], rows)
+            rows.append([LABELS[name], *row, f"{timed[name]['ratio']:.2f}" if name in timed else "–"])
+    return Table(["model", "top-1 %", "over dense", "operations ÷ dense", "parameters ÷ dense", "time ÷ dense"], rows)
+
+
+def tuning_table(records: list[Record]) -> Table:
+    """What each kind of model reached on training photographs that it did not learn from, by its learning rate."""
+    divergence = {r["name"]: r["figures"]["divergence"] for r in records if r["name"].startswith("tune-")}
+    cells = [[divergence.get(f"tune-{kind}-{rate:g}") for rate in RATES] for kind in KINDS]
+    rows = [
+        [_WORDS[kind], *("–" if cell is None else f"{cell:.3f}" for cell in row)]
+        for kind, row in zip(KINDS, cells, strict=True)
+    ]
+    return Table(["KL(dense ‖ model) at 0.8 of the operations", *(f"rate {rate:g}" for rate in RATES)], rows)
+
+
+def drawing(records: list[Record]) -> Figure:
+    """Accuracy by operations, a line a kind of model, with 95 % intervals of the difference from the dense one."""
+    runs = Runs(records)
+    figures = {record["name"]: record["figures"] for record in records}
+    families = {
+        **{_WORDS[kind]: (kind, "") for kind in KINDS},
+        "the same, not trained": ("slim", "-fitted"),
+        "SVD": ("svd", ""),
+    }
+    lines = {}
+    for label, (kind, stage) in families.items():
+        names = [name for budget in BUDGETS if (name := f"{kind}-{budget}{stage}") in figures]
+        widths = [apart(runs, (name,), ("dense",)) for name in names]
+        if names:
+            lines[label] = Curve(
+                [figures[name]["operations"] for name in names],
+                [100 * figures[name]["top1"] for name in names],
+                error=[100 * width.half_width if width is not None else 0.0 for width in widths],
+                marked=True,
+                dashed=stage != "",
+            )
+    return curves(lines, plots.expert_colours(len(lines)), Scale("operations ÷ dense", "top-1 %", from_zero=False))
 
 
 def main(options: Options) -> None:
@@ -136,7 +283,10 @@ def main(options: Options) -> None:
     jobs = [Job(name, options.seed, partial(ROWS[name], bench, options, name), settings) for name in names]
     path = options.out / "real_weights.jsonl"
     run_queue("real-weights", jobs, path)
-    print(table(read_records(path)).markdown())
+    records = read_records(path)
+    print(tuning_table(records).markdown(), table(records).markdown(), sep="\n\n")
+    if options.plot is not None:
+        save_drawing(drawing(records), options.plot, description="Accuracy of slim models by their operations")
 
 
 if __name__ == "__main__":

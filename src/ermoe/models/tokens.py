@@ -26,7 +26,6 @@ Networks = dict[str, tuple[nn.Module, FFN]]
 TOKENS_AT_ONCE = 8192  # so that hidden layers of many tokens need not be in memory together
 _MAX_TOKENS = 262_144
 _LEAST_WEIGHT = 0.1  # of the mean
-_UNIT_MATRIX = 1.0  # of the mean eigenvalue
 
 
 @dataclass(slots=True)
@@ -165,10 +164,10 @@ def _weighed(row_TD: Tensor, metric_DD: Tensor) -> Tokens:
 
 
 def metric_of(fisher_DD: Tensor) -> Tensor:
-    """L with L² = E[gᵀg] and as much of the unit matrix: far from the dense model, other directions matter too."""
+    """L with L² = E[gᵀg] over its mean eigenvalue, and a little of the unit matrix, for all that a sample misses."""
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(fisher_DD.double())
     eigenvalue_D = eigenvalue_D.clamp_min(0)
-    eigenvalue_D = eigenvalue_D + _UNIT_MATRIX * eigenvalue_D.mean() + 1e-30
+    eigenvalue_D = eigenvalue_D + _LEAST_WEIGHT * eigenvalue_D.mean() + 1e-30
     root_D = (eigenvalue_D / eigenvalue_D.mean()).sqrt()
     metric_DD: Tensor = (eigenvector_DD * root_D) @ eigenvector_DD.mT
     return metric_DD.to(fisher_DD.dtype)

@@ -82,14 +82,18 @@ class Photographs:
         return model, {"layer_errors": errors, "seconds_to_convert": seconds}
 
     @torch.no_grad()
-    def judged(self, model: nn.Module) -> dict[str, Any]:
-        """Which photographs are named rightly, and named as the dense model does; operations, loads and drops."""
+    def judged(self, model: nn.Module, answers: nn.Module | None = None) -> dict[str, Any]:
+        """Which photographs are named rightly, and named as the dense model does; operations, loads and drops.
+
+        ``answers`` is another form of the model, one that cannot be counted, to ask instead.
+        """
+        answers = model if answers is None else answers
         right, same = [], []
         loader = Loader(transform_for(self.dense).of(self.test), batch_size=50, compute=self.compute)
-        model.eval()
+        answers.eval()
         with ermoe.record_routing(model) if moe_layers(model) else nullcontext() as routing:
             for (batch,) in loader.epoch():
-                answer_B = model(batch.image).argmax(1)
+                answer_B = answers(batch.image).argmax(1)
                 right.append(answer_B == batch.label)
                 same.append(answer_B == self.dense(batch.image).argmax(1))
         right_N = torch.cat(right).cpu().numpy()
