@@ -31,15 +31,14 @@ class Demo:
     digits and writes a report to look at. What was computed already is not computed again.
     """
 
-    epochs: int = 20
-    """Passes over the 1,198 training digits until the dense model has learned them; those that go on from it, and the
-    slim one, take as many in proportion. From scratch, passes of every model."""
+    epochs: int = 15
+    """Passes over the 1,198 training digits in which the dense model learns; those that go on from it take a third."""
     from_scratch: bool = False
-    """Instead, dense, a learned gate, V-MoE and ERMoE all start from random weights; in the folder from-scratch."""
+    """Instead, dense, a learned gate, V-MoE and ERMoE all start from random weights and learn this long."""
     seed: int = 0
     """Of initial weights and the order of the digits."""
     out: Path = Path("runs/demo")
-    """Folder for report.html; an older report in it is replaced."""
+    """Folder for report.html; an older report in it is replaced. From scratch, its subfolder from-scratch."""
     picture: Path | None = None
     """Also write the picture of the README to this PNG file."""
     threads: int = 1
@@ -110,8 +109,15 @@ class Demo:
 
         say(console, f"{', '.join(CONTEST)} learn digits from nothing, {self.epochs} epochs.")
         trained = out / f"{self.epochs}-epochs"
-        given = {"epochs": self.epochs, "threads": self.threads, "device": self.device}
-        asked = Comparison(tuple(CONTEST.values()), Path("digits"), (self.seed,), trained, **given)
+        asked = Comparison(
+            tuple(CONTEST.values()),
+            Path("digits"),
+            (self.seed,),
+            trained,
+            epochs=self.epochs,
+            threads=self.threads,
+            device=self.device,
+        )
         records, steps = run_comparison(asked, console=console), step_times(asked)
         return [
             Row.of(name, trained / "runs" / f"{preset}-{self.seed}", record["figures"], step=steps[preset])

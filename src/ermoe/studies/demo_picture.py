@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from ermoe.analysis import plots
-from ermoe.data.images import ImagesInMemory, open_images
+from ermoe.data.images import Images, open_images
 from ermoe.explore.patches import patch_experts, patch_grid, tinted
 from ermoe.files import StrPath, replacing
 from ermoe.images.run import transform_for
@@ -51,7 +51,7 @@ def write_picture(rows: Sequence[Row], path: StrPath) -> Path:
     return Path(path)
 
 
-def _digits_by_expert(model: torch.nn.Module, images: ImagesInMemory, washes: Sequence[str]) -> list[Image.Image]:
+def _digits_by_expert(model: torch.nn.Module, images: Images, washes: Sequence[str]) -> list[Image.Image]:
     transform = transform_for(model)
     first_C = torch.stack([(images.label_N == digit).nonzero()[0, 0] for digit in range(10)]).numpy()
     ink_CSS = torch.stack([images.read(int(index))[0] for index in first_C]).float() / 255

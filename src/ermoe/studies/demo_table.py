@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ermoe.analysis.summary import MEASURES
-from ermoe.data.images import digits
+from ermoe.data.images import open_images
 from ermoe.models.count import count
 from ermoe.models.io import weightless
 from ermoe.studies.bench.measure import Measurement
@@ -75,7 +75,7 @@ def _ratio(time: Measurement | None) -> str:
 
 def noise_note(accuracy: float) -> str:
     """How large a difference in accuracy has to be before it means something."""
-    num_test = len(digits()[1])
+    num_test = len(open_images("digits", "test"))
     error = math.sqrt(accuracy * (1 - accuracy) / num_test)
     return (
         f"With {num_test} held-out digits and one seed, accuracies less than about {300 * error:.1f} points apart are "
