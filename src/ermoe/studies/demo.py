@@ -77,7 +77,10 @@ class Demo:
         say(console, f"1. A dense ViT learns handwritten digits: {self.epochs} passes over {len(runs.data.train):,}.")
         say(console, f"   It names {runs.learned()['top1']:.1%} of {num_test} others.")
 
-        say(console, "2. It becomes sparse: two of its four feed-forward networks turn into experts.")
+        say(
+            console,
+            "2. It becomes sparse: two of its four networks get eight small experts; a token meets one.",
+        )
         parity = runs.parity()
         say(
             console,

@@ -79,6 +79,5 @@ def noise_note(accuracy: float) -> str:
     error = math.sqrt(accuracy * (1 - accuracy) / num_test)
     return (
         f"With {num_test} held-out digits and one seed, accuracies less than about {300 * error:.1f} points apart are "
-        "equal. × is beside the dense one: operations of an image, times of a training step and of answering, all "
-        "measured in turns."
+        "equal. × is beside the dense one: operations, the time of a training step, the time of an answer."
     )
