@@ -50,9 +50,9 @@ class Row:
 def table(rows: Sequence[Row]) -> Table:
     """A row a model; the first is the dense one, beside which operations and times are counted.
 
-    A step is one of training, an answer a pass over many digits at once.
+    Answering is a pass over many digits at once.
     """
-    titles = ["model", "accuracy", "operations", "parameters", "load CV²", "step"]
+    titles = ["model", "accuracy", "operations", "parameters", "load CV²", "training step"]
     answers = any(row.answer is not None for row in rows)
     made = [
         [
@@ -66,7 +66,7 @@ def table(rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return Table([*titles, *(["answer"] if answers else [])], made)
+    return Table([*titles, *(["answering"] if answers else [])], made)
 
 
 def _ratio(time: Measurement | None) -> str:
@@ -79,5 +79,5 @@ def noise_note(accuracy: float) -> str:
     error = math.sqrt(accuracy * (1 - accuracy) / num_test)
     return (
         f"With {num_test} held-out digits and one seed, accuracies less than about {300 * error:.1f} points apart are "
-        "equal. × is beside the dense one: operations, the time of a training step, the time of an answer."
+        "equal. × is beside the dense one."
     )
