@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE =
 help:
 	@echo "ermoe: mixtures of experts that route by their own eigenbasis"
 	@echo
-	@echo "  make demo     start here: train four small ViTs on digits, compare them, write runs/demo/report.html"
+	@echo "  make demo     start here: a ViT learns digits, becomes sparse, ends faster; writes runs/demo/report.html"
 	@echo "  make quick    while working: unit tests and doctests, about a minute"
 	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples; 8 minutes"
 	@echo "  make test-all the same and what needs a browser, other installations or much time"

@@ -19,7 +19,10 @@ from ermoe.console import parse_command, run_command
 from ermoe.errors import UserError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("studies.demo:Demo", "start here: train small ViTs on digits, dense and sparse, and see how they route"),
+    "demo": (
+        "studies.demo:Demo",
+        "start here: a ViT learns digits, becomes sparse, then faster, and shows its routes",
+    ),
     "image": ("cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
     "upcycle": ("images.conversion:Upcycle", "make a dense ViT sparse: exactly, or with experts for groups of tokens"),
     "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),

@@ -325,8 +325,9 @@ def _sweep(open_TE: Tensor, offset_E: Tensor, top_k: int, share_E: Tensor, reach
         rivals_TE = open_TE + offset_E
         rivals_TE[:, expert] = -torch.inf
         # A token chooses the expert when its score exceeds the k-th best rival by more than −offset.
-        margin_T = open_TE[:, expert] - rivals_TE.topk(top_k, dim=1).values[:, -1]
-        margin_T = margin_T[open_TE[:, expert] > -torch.inf].sort(descending=True).values
+        rival_T = rivals_TE.amax(1) if top_k == 1 else rivals_TE.topk(top_k, dim=1).values[:, -1]
+        margin_T = (open_TE[:, expert] - rival_T)[open_TE[:, expert] > -torch.inf]
+        margin_T = margin_T.topk(min(share + 1, len(margin_T))).values  # largest first; the rest does not matter
         inside = margin_T[share - 1] if 0 < share <= len(margin_T) else margin_T.new_tensor(torch.inf)
         outside = margin_T[share] if share < len(margin_T) else margin_T.new_tensor(-torch.inf)
         # Infinite margins: rivals are too few to contest the token, so no finite offset changes its choice.

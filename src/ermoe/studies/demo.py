@@ -1,11 +1,7 @@
-"""``ermoe demo``: one small ViT on handwritten digits, dense and sparse, and a report to look at.
-
-All four start from the same weights and see the same batches; see the presets ``digits-…``.
-"""
+"""``ermoe demo``: a ViT learns digits, becomes sparse, goes on learning beside its rivals, and is made faster."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,37 +12,37 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ermoe.studies.bench.measure import Measurement
-    from ermoe.studies.record import Record
+    from ermoe.studies.demo_table import Row
 
-MODELS = {
+CONTEST = {
     "dense": "digits-dense",
     "learned gate": "digits-gate",
     "V-MoE": "digits-v-moe",
     "ERMoE": "digits-ermoe",
 }
-"""Name → preset."""
-HEADER = ("model", "accuracy", "load CV²", "fallback", "parameters", "active", "step time")
+"""Name → preset of those that start from nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """Train dense and sparse versions of one small ViT on handwritten digits, and see how they route.
+    """A small ViT learns handwritten digits, becomes sparse without a change, and ends faster than it was.
 
-    The digits come with scikit-learn, so nothing is downloaded. Prints a table of what they reached on held-out digits
-    and writes a report to look at. What was trained already is not trained again.
+    The digits come with scikit-learn, so nothing is downloaded. Prints a table of what the models reached on held-out
+    digits and writes a report to look at. What was computed already is not computed again.
     """
 
-    epochs: int = 20
-    """Passes over the 1,198 training digits."""
+    epochs: int = 15
+    """Passes over the 1,198 training digits in which the dense model learns; those that go on from it take a third."""
+    from_scratch: bool = False
+    """Instead, dense, a learned gate, V-MoE and ERMoE all start from random weights and learn this long."""
     seed: int = 0
     """Of initial weights and the order of the digits."""
     out: Path = Path("runs/demo")
-    """Folder for report.html; an older report in it is replaced."""
+    """Folder for report.html; an older report in it is replaced. From scratch, its subfolder from-scratch."""
     picture: Path | None = None
     """Also write the picture of the README to this PNG file."""
     threads: int = 1
-    """CPU threads; products this small do not repay a second one."""
+    """CPU threads; products this small hardly repay a second one."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
     """auto is the accelerator if there is one; models this small are quickest on a CPU."""
 
@@ -56,15 +52,68 @@ class Demo:
 
     def __call__(self, console: Console) -> None:
         from ermoe.explore.inspect import inspect
-        from ermoe.studies.comparison import run_comparison, step_times
-        from ermoe.studies.image_command import Comparison
-        from ermoe.studies.tables import Table
+        from ermoe.studies.demo_table import noise_note, table
         from ermoe.train.compute import device_named
 
-        say(console, f"Training {', '.join(MODELS)} on the digits of scikit-learn, {self.epochs} epochs.")
-        trained = self.out / f"{self.epochs}-epochs"
+        out = self.out / "from-scratch" if self.from_scratch else self.out
+        rows = self._contest(out, console) if self.from_scratch else self._story(out, console)
+        console.print(table(rows).terminal(bold="ERMoE"))
+        say(console, noise_note(rows[0].accuracy))
+        sparse = [str(row.place) for row in rows if row.name != "dense"]
+        page = inspect(sparse, "digits", out, device=device_named(self.device), console=console)
+        say(console, f"report: {page}")
+        if self.picture is not None:
+            from ermoe.studies.demo_picture import write_picture
+
+            say(console, f"picture: {write_picture(rows, self.picture)}")
+
+    def _story(self, out: Path, console: Console) -> list[Row]:
+        from ermoe.studies.demo_runs import AT_ONCE, METHODS, DemoRuns
+
+        folder = out / f"{self.epochs}-epochs" / f"seed-{self.seed}"
+        runs = DemoRuns.begun(folder, self.epochs, self.seed, self.threads, self.device, console)
+        num_test = len(runs.data.test)
+
+        say(console, f"1. A dense ViT learns handwritten digits: {self.epochs} passes over {len(runs.data.train):,}.")
+        say(console, f"   It names {runs.learned()['top1']:.1%} of {num_test} others.")
+
+        say(
+            console,
+            "2. It becomes sparse: two of its four networks get eight small experts; a token meets one.",
+        )
+        parity = runs.parity()
+        say(
+            console,
+            f"   It answers as before: scores differ by {parity.largest:.0e} at most and have a deviation of "
+            f"{parity.deviation:.1f}; predictions changed: {parity.changed} of {num_test}.",
+        )
+
+        say(console, "3. Dense, V-MoE and ERMoE go on from these weights: the same steps, the same digits in each.")
+        rows = [runs.went_on(name) for name in METHODS]
+
+        say(console, "4. The dense one is slimmed: narrow experts, one a token, that learn its answers without labels.")
+        rows.append(runs.slimmed())
+        rows = runs.timed(rows)
+        dense, slim = rows[0], rows[-1]
+        assert slim.answer is not None
+        say(
+            console,
+            f"   It takes {slim.operations / dense.operations:.2f} of the dense one's operations and "
+            f"{slim.answer.ratio:.2f} of its time ({slim.answer.ratio_low:.2f} to {slim.answer.ratio_high:.2f}, "
+            f"{AT_ONCE} digits at once, in turns), and says the same of {slim.agreement:.1%} of held-out digits.",
+        )
+        say(console, "5. Who goes where: the table, and a report with every digit's patches.")
+        return rows
+
+    def _contest(self, out: Path, console: Console) -> list[Row]:
+        from ermoe.studies.comparison import run_comparison, step_times
+        from ermoe.studies.demo_table import Row
+        from ermoe.studies.image_command import Comparison
+
+        say(console, f"{', '.join(CONTEST)} learn digits from nothing, {self.epochs} epochs.")
+        trained = out / f"{self.epochs}-epochs"
         asked = Comparison(
-            tuple(MODELS.values()),
+            tuple(CONTEST.values()),
             Path("digits"),
             (self.seed,),
             trained,
@@ -72,42 +121,8 @@ class Demo:
             threads=self.threads,
             device=self.device,
         )
-        records = run_comparison(asked, console=console)
-        made = rows(records, step_times(asked), trained / "runs", self.seed)
-        console.print(Table(HEADER, made).terminal(bold="ERMoE"))
-        say(console, _noise_note(records[0]["figures"]["top1"]))
-        runs = {name: trained / "runs" / f"{preset}-{self.seed}" for name, preset in MODELS.items()}
-        sparse = [str(folder) for name, folder in runs.items() if name != "dense"]
-        page = inspect(sparse, "digits", self.out, device=device_named(self.device), console=console)
-        say(console, f"report: {page}")
-        if self.picture is not None:
-            from ermoe.studies.demo_picture import write_picture
-
-            say(console, f"picture: {write_picture(runs, self.picture)}")
-
-
-def rows(records: list[Record], steps: dict[str, Measurement], runs: Path, seed: int) -> list[list[str]]:
-    """The table: held-out accuracy, routing over both layers, size, and a training step beside the dense one."""
-    from ermoe.analysis.summary import MEASURES
-    from ermoe.models.count import count
-    from ermoe.models.io import weightless
-
-    made = []
-    for (name, preset), record in zip(MODELS.items(), records, strict=True):
-        figures, size = record["figures"], count(weightless(runs / f"{preset}-{seed}" / "model"))
-        routing = [MEASURES[measure].text(figures.get(measure, math.nan)) for measure in ("load_cv2", "fallback_rate")]
-        sizes = [f"{number / 1e3:,.0f} k" for number in (size.total_parameters, size.active_parameters)]
-        made.append([name, f"{figures['top1']:.1%}", *routing, *sizes, f"{steps[preset].ratio:.2f} ×"])
-    return made
-
-
-def _noise_note(accuracy: float) -> str:
-    """How large a difference in accuracy has to be before it means something."""
-    from ermoe.data.images import digits
-
-    num_test = len(digits()[1])
-    error = math.sqrt(accuracy * (1 - accuracy) / num_test)
-    return (
-        f"With {num_test} held-out digits and one seed, accuracies less than about {300 * error:.1f} points apart are "
-        "equal."
-    )
+        records, steps = run_comparison(asked, console=console), step_times(asked)
+        return [
+            Row.of(name, trained / "runs" / f"{preset}-{self.seed}", record["figures"], step=steps[preset])
+            for (name, preset), record in zip(CONTEST.items(), records, strict=True)
+        ]
