@@ -59,7 +59,7 @@ def run(place, monkeypatch, request):
         keep(request, rows, parts.FULL.name)
     keep(request, sweeps.NUMBERS, 1, 2, 4)
     monkeypatch.setattr(parts, "_RETRAINED", {})
-    monkeypatch.setattr(parts, "step_times", lambda model, data: {"2": 1.0})
+    monkeypatch.setattr(parts, "step_times", lambda model, data, rounds: {"2": 1.0})
     files = ["--weights", str(place / "weights.safetensors"), "--data", "digits"]
     folders = ["--out", str(place / "out"), "--work", str(place / "work")]
     return lambda study, *words: cli.main(["paper", "run", study, "--scale", "tiny", *files, *folders, *words])
