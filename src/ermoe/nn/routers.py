@@ -66,6 +66,8 @@ def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
     >>> stable_top_k(torch.tensor([[0.5, 0.9, 0.9]]), 2).tolist()
     [[1, 2]]
     """
+    if k == 1:  # the first of the largest, without sorting the others
+        return ranking_TE.argmax(dim=-1, keepdim=True)
     return torch.argsort(ranking_TE, dim=-1, descending=True, stable=True)[:, :k]
 
 

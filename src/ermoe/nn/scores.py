@@ -130,7 +130,11 @@ class PrototypeScore(Score):
     def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
         """In [−1, 1]."""
         assert basis_EDr is not None
-        return cosine(project(x_TD, basis_EDr), widen(self.psi))
+        projected_TEr, psi_Er = project(x_TD, basis_EDr), widen(self.psi)
+        if basis_EDr.shape[0] > 1:
+            return cosine(projected_TEr, psi_Er)
+        shared_Tr = projected_TEr.squeeze(1)  # in a basis that all experts share, one product for all
+        return (shared_Tr @ psi_Er.mT) * _inverse_norm(shared_Tr).unsqueeze(1) * _inverse_norm(psi_Er)
 
 
 class EnergyScore(Score):
