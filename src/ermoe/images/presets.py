@@ -46,6 +46,7 @@ class ImageRecipe:
         validation: share of the training images that is held out of training to choose the best epoch; 0 chooses none.
         epoch_steps: steps of an epoch, for a budget that is the same for any number of images; 0 for a pass over them.
         calibration: training images, without labels or augmentation, to which experts are fitted at the start.
+        head_lr: factor on the learning rate of the classifier, for one that starts afresh on weights that know a lot.
         weights: what the model starts from: a file in any usual format, "timm" for timm's pretrained ones.
         preset: the name it had.
     """
@@ -60,12 +61,15 @@ class ImageRecipe:
     validation: float = 0.05
     epoch_steps: Annotated[int, tyro.conf.Suppress] = 0
     calibration: int = 0
+    head_lr: float = 1.0
     weights: str | None = None
     preset: Annotated[str, tyro.conf.Suppress] = "own"
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise UserError(f"validation={self.validation}: need a share of the images from 0 up to, but not, 1")
+        if self.head_lr <= 0:
+            raise UserError(f"head_lr={self.head_lr}: need a factor above 0")
 
     def build(self, num_classes: int, *, weights: str | None = None, images: Images | None = None) -> nn.Module:
         """The model before training; ``weights``, if given, instead of the recipe's; ``images`` to be fitted to."""
@@ -153,6 +157,7 @@ def fine_tuned(sparsity: dict[str, Any] | None) -> ImageRecipe:
         validation=0.0,
         epoch_steps=100,
         calibration=1000 if init == "clusters" or "rank" in options else 0,
+        head_lr=10.0,
     )
 
 

@@ -30,6 +30,7 @@ from ermoe.files import Json, StrPath
 from ermoe.images.conversion import PlainBatches
 from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.rivals.image_level import image_level
+from ermoe.models.freeze import CLASSIFIERS
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.nn import moe_layers
@@ -198,6 +199,7 @@ class Classification(loop.Task):
         self.recipe = recipe
         self.compute = compute
         self.classes = data.classes
+        self.lr_scales = {f"{name}.": recipe.head_lr for name in CLASSIFIERS}
         self.train_images, validation = data.without_validation(recipe.validation)
         training, plain = recipe.training, transform_for(model)
         self.train_loader = Loader(

@@ -24,7 +24,7 @@ from ermoe.models.tokens import Tokens
 
 _TOKENS_FOR_SLOPES = 16_384
 _RIDGE = 1e-3  # of a mean variance
-_RIDGE_OF_FEW = 100
+_RIDGE_OF_FEW = 10
 
 
 def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN:
@@ -145,18 +145,21 @@ def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
 
 
 def _squared_slopes(ffn: FFN, tokens: Tokens) -> list[Tensor]:
-    """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each."""
+    """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each.
+
+    All tokens count alike: which units are on is better known from many tokens than from the few that matter most.
+    """
     entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
     totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
     some = tokens.where(torch.arange(min(len(tokens), _TOKENS_FOR_SLOPES), device=tokens.x_TD.device))
-    for x, weight_T in some.parts():
+    for x, _ in some.parts():
         with torch.enable_grad():
             pre = [linear(x).detach().requires_grad_() for linear in entries]
             hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
             slopes = torch.autograd.grad(hidden.sum(), pre)
         for total, slope in zip(totals, slopes, strict=True):
-            total += (weight_T @ slope.square()).double()
-    return [total / some.weight_T.sum() for total in totals]
+            total += slope.square().sum(0).double()
+    return [total / len(some) for total in totals]
 
 
 def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:

@@ -9,7 +9,8 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.nn import MixtureLayer
 
-_HEADS = ("head", "head_dist", "heads", "classifier", "fc_norm", "attn_pool")
+CLASSIFIERS = ("head", "head_dist", "heads", "classifier")
+_HEADS = (*CLASSIFIERS, "fc_norm", "attn_pool")
 
 
 def freeze(model: nn.Module, *parts: str) -> list[str]:

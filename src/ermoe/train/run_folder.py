@@ -35,6 +35,7 @@ _BEFORE_IT_WAS_A_SETTING: Json = {
     "validation": 0.0,
     "epoch_steps": 0,
     "calibration": 0,
+    "head_lr": 1.0,
     "image_lr": 1.0,
     "weights_of": "clip",
 }
