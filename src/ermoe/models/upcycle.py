@@ -315,7 +315,8 @@ def _convert(
         elif init == "dense":
             fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
             fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)
-    sparsify(block, layer, family.sparse_block, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
+    sparse_class = family.sparse_class(block)
+    sparsify(block, layer, sparse_class, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
     return fit
 
 
