@@ -10,7 +10,7 @@ from transformers.models.timm_wrapper import modeling_timm_wrapper
 from ermoe.files import Json
 from ermoe.models.families import timm_architecture
 from ermoe.models.families.around import Around
-from ermoe.models.families.hugging_face_vit import build, classes_of
+from ermoe.models.families.hugging_face_vit import build, classes_of, describe
 
 
 class HuggingFaceTimm(Around):
@@ -21,7 +21,7 @@ class HuggingFaceTimm(Around):
 
     def describe(self, model: Any) -> Json:
         """The class and its configuration."""
-        return {"class": type(model).__name__, "config": model.config.to_dict()}
+        return describe(model, model.config.to_dict())
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         config = description["config"]

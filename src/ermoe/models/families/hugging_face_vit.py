@@ -290,7 +290,7 @@ class HuggingFaceViT(Family):
 
     def describe(self, model: Any) -> Json:
         """The class and its configuration."""
-        return {"class": type(model).__name__, "config": model.config.to_diff_dict()}
+        return describe(model, model.config.to_diff_dict())
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         return build(classes_of(*_MODULES), description, device=device)
@@ -299,6 +299,15 @@ class HuggingFaceViT(Family):
 def classes_of(*modules: ModuleType) -> dict[str, Any]:
     """The models that modules of transformers offer, by name."""
     return {name: getattr(module, name) for module in modules for name in module.__all__}
+
+
+def describe(model: Any, config: Json) -> Json:
+    """The class of a model and its configuration, with the kind of attention where that is not the usual one."""
+    is_eager = model.config._attn_implementation == "eager"
+    return {
+        "class": type(model).__name__,
+        "config": {**config, **({"attn_implementation": "eager"} if is_eager else {})},
+    }
 
 
 def build(classes: dict[str, Any], description: Json, *, device: str) -> nn.Module:
