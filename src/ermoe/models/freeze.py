@@ -9,7 +9,9 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.nn import MixtureLayer
 
-_HEADS = ("head", "head_dist", "heads", "classifier", "fc_norm", "attn_pool")
+_HEADS = (
+    "head", "head_dist", "heads", "classifier", "cls_classifier", "distillation_classifier", "fc_norm", "attn_pool",
+)  # fmt: skip
 
 
 def freeze(model: nn.Module, *parts: str) -> list[str]:
