@@ -208,6 +208,14 @@ class Family(ABC):
     network: type[nn.Module]  # the dense one that experts can replace
     library: str  # whose these two are
 
+    def sparse_class(self, block: Any) -> type[SparseBlock]:
+        """What a block becomes when it becomes sparse, in families with several kinds of blocks."""
+        return self.sparse_block
+
+    def see(self, model: Any, batch: Tensor | dict[str, Tensor]) -> Any:
+        """What the model says to a batch of images, or of keyword arguments; of two towers, the one that sees."""
+        return call(model, batch)
+
     def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
         """The transformer blocks from input to output, with their names in the model."""
         return children_at(model, "blocks")
@@ -247,6 +255,11 @@ class Family(ABC):
         """The dense model a description means, freshly initialised."""
 
 
+def call(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> Any:
+    """What a model says to images, or to keyword arguments by name."""
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
 def children_at(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The children of the container at a dotted path, with their full names."""
     return [(f"{path}.{name}", block) for name, block in model.get_submodule(path).named_children()]
@@ -259,7 +272,25 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "timm_vit": ("ermoe.models.families.timm_vit", "timm.models.vision_transformer"),
     "timm_eva": ("ermoe.models.families.timm_eva", "timm.models.eva"),
     "torchvision_vit": ("ermoe.models.families.torchvision_vit", "torchvision.models.vision_transformer"),
-    "hugging_face_vit": ("ermoe.models.families.hugging_face_vit", "transformers.models.vit.modeling_vit"),
+    "hugging_face_vit": (
+        "ermoe.models.families.hugging_face_vit",
+        "transformers.models.vit.modeling_vit",
+        "transformers.models.deit.modeling_deit",
+        "transformers.models.vit_mae.modeling_vit_mae",
+        "transformers.models.beit.modeling_beit",
+        "transformers.models.dinov2.modeling_dinov2",
+        "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers",
+        "transformers.models.dinov3_vit.modeling_dinov3_vit",
+        "transformers.models.clip.modeling_clip",
+        "transformers.models.siglip.modeling_siglip",
+        "transformers.models.siglip2.modeling_siglip2",
+    ),
+    "hugging_face_timm": (
+        "ermoe.models.families.hugging_face_timm",
+        "transformers.models.timm_wrapper.modeling_timm_wrapper",
+    ),
+    "open_clip": ("ermoe.models.families.open_clip", "open_clip.model", "open_clip.timm_model"),
+    "open_clip_vit": ("ermoe.models.families.open_clip_vit", "open_clip.transformer"),
     "volume": ("ermoe.models.vit3d", "ermoe.models.vit3d"),
     "clip": ("ermoe.retrieval.clip.adapter", "ermoe.retrieval.clip.model"),
     "whole": (
@@ -285,8 +316,8 @@ def family_name(model: nn.Module) -> str:
             return _NAMES[base.__module__]
     raise UserError(
         f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
-        "Eva, a torchvision VisionTransformer, a Hugging Face ViT or ermoe's ViT3D, or put ermoe.EigenMoE into blocks "
-        "of your own"
+        "Eva, a torchvision VisionTransformer, a Hugging Face ViT, DeiT, BEiT, ViTMAE, DINOv2, DINOv3, CLIP, SigLIP, "
+        "SigLIP 2 or TimmWrapper, open_clip's CLIP or ermoe's ViT3D, or put ermoe.EigenMoE into blocks of your own"
     )
 
 

@@ -21,7 +21,7 @@ from ermoe.models.passes import input_shape, run_without_data
 from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
 from ermoe.nn.rivals.soft import SoftMoE
 
-_EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings")
+_EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings", "conv1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[Counter[str], int
             run_without_data(model, shape)
     finally:
         hook.remove()
-    counted = {name.partition(".")[2] or name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    # Names are those in the Eye that shows the model its images.
+    counted = {name.removeprefix("Eye.model."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     return Counter(counted), lengths[0]
 
 

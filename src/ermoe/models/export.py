@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 from ermoe.errors import UserError
 from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
-from ermoe.models.passes import evaluating, every_expert, input_shape
+from ermoe.models.passes import Eye, answer, evaluating, every_expert, input_shape
 from ermoe.nn import MoE, moe_layers
 
 _PATHS = ("every-expert", "capacity")
@@ -119,19 +119,11 @@ def limit_places(model: nn.Module, capacity_factor: float) -> None:
             layer.static_capacity = capacity_factor
 
 
-class _TensorOutput(nn.Module):
-    """A model that returns a tensor, also if the one inside returns a record of Hugging Face's."""
+class _TensorOutput(Eye):
+    """A model that returns a tensor, also if the one inside returns a record."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Any = self.model(images)
-        if isinstance(outputs, Tensor):
-            return outputs
-        tensor: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        return tensor
+    def forward(self, batch: Tensor | dict[str, Tensor]) -> Tensor:
+        return answer(super().forward(batch))
 
 
 def _write_onnx(program: ExportedProgram, file: Path) -> None:

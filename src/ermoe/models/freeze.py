@@ -9,7 +9,7 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.nn import MixtureLayer
 
-CLASSIFIERS = ("head", "head_dist", "heads", "classifier")
+CLASSIFIERS = ("head", "head_dist", "heads", "classifier", "cls_classifier", "distillation_classifier")
 _HEADS = (*CLASSIFIERS, "fc_norm", "attn_pool")
 
 

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import family_of
+from ermoe.models.backbones import call, family_of
 from ermoe.nn import moe_layers
+
+# Where models keep the tensor that is their answer, in the order in which it is looked for.
+_ANSWERS = ("logits", "image_embeds", "image_features", "last_hidden_state", "reconstruction", "feature_maps")
 
 
 @torch.no_grad()
@@ -37,16 +40,46 @@ def outputs(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
     A batch is a tensor of images, a list or tuple that starts with one, or a mapping of keyword arguments.
     """
     refuse_tensor(batches)
+    eye = Eye(model)
     device = next(model.parameters()).device
     count = 0
     for batch in batches:
-        if isinstance(batch, dict):
-            yield model(**{name: _finite(value).to(device) for name, value in batch.items()})
+        if isinstance(batch, Mapping):
+            yield eye({name: _finite(value).to(device) for name, value in batch.items()})
         else:
-            yield model(_finite(images_of(batch)).to(device))
+            yield eye(_finite(images_of(batch)).to(device))
         count += 1
     if count == 0:
         raise UserError("there are no batches to calibrate on: pass a list or a data loader, not an exhausted iterator")
+
+
+class Eye(nn.Module):
+    """A model that is shown batches as its family takes them: images alone, or keyword arguments by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        try:
+            self.see = family_of(model).see
+        except UserError:  # a module of somebody's own, with layers of experts in it
+            self.see = call
+
+    def forward(self, batch: Tensor | dict[str, Tensor]) -> Any:
+        return self.see(self.model, batch)
+
+
+def answer(output: Any) -> Tensor:
+    """The one tensor that is a model's answer: logits if there are any, else what it made of the images."""
+    if isinstance(output, Mapping):
+        output = next((output[name] for name in _ANSWERS if output.get(name) is not None), None)
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise UserError(
+            f"the model says a {type(output).__name__}: need a tensor, a tuple that starts with one, or a mapping with "
+            f"{', '.join(_ANSWERS[:-1])} or {_ANSWERS[-1]}"
+        )
+    return output
 
 
 @contextmanager
@@ -86,20 +119,25 @@ def images_of(batch: Any) -> Tensor:
 
 def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
-    entry = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
     own = family_of(model).image_size(model)
+    channels, axes = _channels_and_axes(model)
     if image_size is None and not own:
         raise UserError(f"this {type(model).__name__} takes images of any size: choose one with image_size=")
     if image_size is None:
-        return (entry.in_channels, *own)
-    axes = len(entry.kernel_size)
+        return (channels, *own)
     size = tuple(image_size) if isinstance(image_size, (tuple, list)) else (image_size,) * axes
     if len(size) != axes or not all(isinstance(edge, int) and edge > 0 for edge in size):
         raise UserError(f"image_size={image_size!r}: need a positive whole number, or a tuple of {axes}")
-    shape = (entry.in_channels, *size)
+    shape = (channels, *size)
     if own and size != own:
         _try(model, shape)
     return shape
+
+
+def _channels_and_axes(model: nn.Module) -> tuple[int, int]:
+    """Those of images: of the first convolution, or where patches come flat, as photographs have them."""
+    entry = next((m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d))), None)
+    return (3, 2) if entry is None else (entry.in_channels, len(entry.kernel_size))
 
 
 def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -117,11 +155,12 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
 @torch.no_grad()
 def run_without_data(model: nn.Module, shape: tuple[int, ...]) -> None:
     """A forward pass along the static path over tensors that have a shape and no data; the model stays as it is."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    eye = Eye(model)
+    tensors = {**dict(eye.named_parameters()), **dict(eye.named_buffers())}
     weightless = {name: tensor.to("meta") for name, tensor in tensors.items()}
     images = torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype)
     with evaluating(model), every_expert(model):
-        functional_call(model, weightless, (images,))
+        functional_call(eye, weightless, (images,))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.models.backbones import FFN, dense_network
-from ermoe.models.passes import evaluating, outputs
+from ermoe.models.passes import answer, evaluating, outputs
 
 Networks = dict[str, tuple[nn.Module, FFN]]
 """Dense blocks and their feed-forward networks, by name."""
@@ -131,7 +131,13 @@ def tokens_and_gradients(
             hooks.callback(ffn.norm.register_forward_hook(enters(name)).remove)
             hooks.callback(dense_network(block).register_forward_hook(leaves(name)).remove)
         for output in outputs(model, batches):
-            gradients = torch.autograd.grad(_log_probability(output, generator), list(left.values()))
+            # What a network says may reach no answer, as behind the last stage that a feature pyramid takes.
+            gradients = torch.autograd.grad(
+                _log_probability(answer(output), generator),
+                list(left.values()),
+                allow_unused=True,
+                materialize_grads=True,
+            )
             yield {name: (entered[name], g_BND.float()) for name, g_BND in zip(left, gradients, strict=True)}
 
 
@@ -149,9 +155,8 @@ def sample_tokens(
     return {name: _weighed(sample.rows(), metric_of(fisher[name])) for name, sample in samples.items()}
 
 
-def _log_probability(output: Any, generator: torch.Generator) -> Tensor:
+def _log_probability(answer_BC: Tensor, generator: torch.Generator) -> Tensor:
     """Σ over images of log p(c), with the class c drawn from p, the answer itself."""
-    answer_BC = getattr(output, "logits", output)
     answer_BC = answer_BC.float().flatten(0, -2).log_softmax(-1)
     drawn_B = torch.multinomial(answer_BC.detach().exp().cpu(), 1, generator=generator).to(answer_BC.device)
     log_probability: Tensor = answer_BC.gather(1, drawn_B).sum()

@@ -159,7 +159,7 @@ def upcycle(
     """A sparse model with the outputs of ``model``: some of its feed-forward networks become mixtures of experts.
 
     Args:
-        model: a timm VisionTransformer or Eva, a torchvision VisionTransformer or a Hugging Face ViT.
+        model: a vision transformer of timm, torchvision, Hugging Face or open_clip; docs/upcycling.md lists them.
         num_experts: experts E of each layer, or one number for each block.
         top_k: experts per token K.
         blocks: which blocks get experts: "every-2" (1, 3, 5, …), "last-n" (the last n), "all", or a list of indices.
@@ -315,7 +315,8 @@ def _convert(
         elif init == "dense":
             fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
             fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)
-    sparsify(block, layer, family.sparse_block, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
+    sparse_class = family.sparse_class(block)
+    sparsify(block, layer, sparse_class, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
     return fit
 
 
