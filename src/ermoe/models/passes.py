@@ -86,17 +86,17 @@ def images_of(batch: Any) -> Tensor:
 
 def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
-    entry = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
-    own = family_of(model).image_size(model)
+    family = family_of(model)
+    own, channels = family.image_size(model), family.channels(model)
     if image_size is None and not own:
         raise UserError(f"this {type(model).__name__} takes images of any size: choose one with image_size=")
     if image_size is None:
-        return (entry.in_channels, *own)
-    axes = len(entry.kernel_size)
+        return (channels, *own)
+    axes = len(own) or next(len(m.kernel_size) for m in model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
     size = tuple(image_size) if isinstance(image_size, (tuple, list)) else (image_size,) * axes
     if len(size) != axes or not all(isinstance(edge, int) and edge > 0 for edge in size):
         raise UserError(f"image_size={image_size!r}: need a positive whole number, or a tuple of {axes}")
-    shape = (entry.in_channels, *size)
+    shape = (channels, *size)
     if own and size != own:
         _try(model, shape)
     return shape
