@@ -136,7 +136,7 @@ class FFN:
 
     @torch.no_grad()
     def assign(self, linears: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Writes weights and biases, in the order of `linears`, through the views; an inner norm becomes a plain one."""
+        """Writes weights and biases, in the order of `linears`, through the views; an inner norm becomes plain."""
         for linear, (weight, bias) in zip(self.linears(), linears, strict=True):
             linear.assign(weight, bias)
         norm: Any = self.inner_norm
@@ -302,11 +302,11 @@ class Family(ABC):
         return next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
 
     def unsavable(self, model: Any) -> str | None:
-        """Why a dense model, once sparse, could not be saved; None if it can."""
+        """What `ermoe.save` would have to say against this dense model, once it is sparse; None if nothing."""
         try:
             self.describe(model)
         except UserError as problem:
-            return str(problem)
+            return f"ermoe.save will not write this {type(model).__name__}: {problem}"
         return None
 
     @abstractmethod
@@ -320,7 +320,11 @@ class Family(ABC):
 
 def children_at(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The children of the container at a dotted path, with their full names."""
-    return [(f"{path}.{name}", block) for name, block in model.get_submodule(path).named_children()]
+    try:
+        container = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(f"this {type(model).__name__} has no {path}: pass a whole model, not a part of one") from None
+    return [(f"{path}.{name}", block) for name, block in container.named_children()]
 
 
 # Name in config.json -> the module whose ``FAMILY`` is the adapter, and those that define its models' classes or their
@@ -358,8 +362,9 @@ def family_name(model: nn.Module) -> str:
     name = known_family(model)
     if name is None:
         raise UserError(
-            f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows, nor does it hold one: use one "
-            "of docs/upcycling.md, such as timm's VisionTransformer, or put ermoe.EigenMoE into blocks of your own"
+            f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows, nor does it hold one: use a "
+            "vision transformer of timm, torchvision or Hugging Face (docs/upcycling.md), or put ermoe.EigenMoE into "
+            "blocks of your own"
         )
     return name
 

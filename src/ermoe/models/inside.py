@@ -62,11 +62,13 @@ class Inside(Family):
 
     def unsavable(self, model: Any) -> str | None:
         held = self._held(model)
-        own = self.family.unsavable(held)
-        return own or f"experts go into {self.path}, a {type(held).__name__}, and {self._how_to_save(model)}"
+        place = f"experts go into {self.path}, the {type(held).__name__} of this {type(model).__name__}"
+        return self.family.unsavable(held) or f"{place}: {self._how_to_save(model)}"
 
     def describe(self, model: Any) -> Json:
-        raise UserError(f"only a part of this {type(model).__name__} is a backbone, {self.path}: {self._how_to_save(model)}")
+        raise UserError(
+            f"only a part of this {type(model).__name__} is a backbone, {self.path}: {self._how_to_save(model)}"
+        )
 
     def _how_to_save(self, model: Any) -> str:
         return (
@@ -133,31 +135,32 @@ def _is_backbone(module: nn.Module) -> bool:
 
 
 def bare(model: nn.Module, *, inplace: bool) -> nn.Module:
-    """The model without what runs it in another way: compiled, or in several processes."""
+    """The model without what runs it in another way: compiled, or on several devices."""
+    kind = type(model).__name__
     for path, module in model.named_modules():
-        how, remedy = _way_to_run(module)
-        if how is None:
+        way = _way_to_run(module)
+        if way is None:
             continue
+        held_at, again = way
         keeps_hold = not isinstance(module, DataParallel)  # which looks at its module anew in every pass
-        if path or remedy or (inplace and keeps_hold):
-            what = f"its {path}" if path else f"this {type(module).__name__}"
+        if path or held_at is None or (inplace and keeps_hold):
+            what = f"{path}, a part of this {kind}," if path else f"this {type(module).__name__}"
             raise UserError(
-                f"{what} is {how} and keeps hold of weights that experts would replace: {remedy or 'convert the model'}"
-                f"{'' if remedy else ' first'}, and have it {how} afterwards"
+                f"{what} keeps hold of weights that experts would replace: convert the model first, and {again} "
+                "afterwards"
             )
-        inner: nn.Module = module.get_submodule("_orig_mod" if how == "compiled" else "module")
-        _log.warning("the sparse model is no longer %s: have it so again, if you want it", how)
-        return bare(inner, inplace=inplace)
+        _log.warning("the sparse model comes without the %s that was around it: %s", kind, again)
+        return bare(module.get_submodule(held_at), inplace=inplace)
     return model
 
 
-def _way_to_run(module: nn.Module) -> tuple[str | None, str]:
-    """How a module runs another one, None if it does not; and what to do where it cannot be taken off."""
+def _way_to_run(module: nn.Module) -> tuple[str | None, str] | None:
+    """Where a module that only runs another one holds it, and how to have it so again; None for any other module."""
     kind = type(module)
     if kind.__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
-        return "compiled", ""
+        return "_orig_mod", "compile it"
     if isinstance(module, DataParallel | DistributedDataParallel):
-        return "in parallel", ""
+        return "module", "wrap it"
     if kind.__module__.startswith("torch.distributed.fsdp") or kind.__name__.startswith("FSDP"):
-        return "sharded", "convert the model before it is sharded"
-    return None, ""
+        return None, "shard it"
+    return None

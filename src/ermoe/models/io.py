@@ -104,7 +104,11 @@ def _config(model: Any, args: Options | None) -> Json:
         return config
     dense = description["dense"]
     is_timms = description["sparsity"] is None or (is_registered(dense) and not description["merged"])
-    if is_timms and "features_only" not in dense["args"] and not any(isinstance(v, dict) for v in dense["args"].values()):
+    if (
+        is_timms
+        and "features_only" not in dense["args"]
+        and not any(isinstance(v, dict) for v in dense["args"].values())
+    ):
         model_args = {**dense["args"], **(description["sparsity"] or {})}
         entry = {"architecture": dense["architecture"], "model_args": model_args}
     else:

@@ -18,7 +18,7 @@ _REWRITTEN = ("weight_g", "weight_orig")  # of torch's weight_norm, spectral_nor
 
 
 def obstacle(block: Any) -> str | None:
-    """Why experts in this block would change what it does, as the end of a sentence about it; None if they would not."""
+    """Why experts would change what the block does, as the end of a sentence about it; None if they would not."""
     if "forward" in vars(block):
         return "it has a forward of its own, which knows nothing of experts; del block.forward first"
     for path, module in dense_network(block).named_modules():
@@ -53,17 +53,23 @@ def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
     if "forward" in vars(module):
         return "has a forward of its own, which would be lost; delete that first"
     if is_part and _is_adapted(module):
-        return (
-            f"is a {type(module).__module__}.{type(module).__name__} and not a plain linear layer; merge what was added "
-            "to it first, for example with peft's merge_and_unload"
-        )
+        return not_linear(module)
     strange = next((p for p in module.parameters(recurse=False) if not _is_plain(p)), None)
     if strange is not None:
         return (
-            f"holds its weights as {type(strange).__name__} in {str(strange.dtype).removeprefix('torch.')}; convert the "
-            "model before it is sharded or quantised"
+            f"holds its weights as {type(strange).__name__} in {str(strange.dtype).removeprefix('torch.')}; convert "
+            "the model before it is sharded or quantised"
         )
     return None
+
+
+def not_linear(module: nn.Module) -> str:
+    """What is wrong with a module that is in the place of a linear layer."""
+    kind = type(module)
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__} and no plain linear layer; merge what was added to it (in peft, "
+        "merge_and_unload), or convert the model before it is adapted or quantised"
+    )
 
 
 def _is_adapted(module: nn.Module) -> bool:

@@ -242,7 +242,9 @@ def choose_sizes(
         raise UserError("this model is sparse already: slim the dense one")
     networks = {name: family.ffn(block) for name, block in blocks}
     if cut == "width" and any(ffn.inner_norm is not None for ffn in networks.values()):
-        raise UserError("the networks of this model normalise their hidden layers, which fewer units change: cut='rank'")
+        raise UserError(
+            "the networks of this model normalise their hidden layers, which fewer units change: cut='rank'"
+        )
     taught = {name: (block, networks[name]) for name, block in blocks}
     tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
     harm = {name: _harm(ffn, tokens.pop(name), num_experts, cut) for name, ffn in networks.items()}

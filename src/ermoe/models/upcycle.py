@@ -282,7 +282,7 @@ def _warn_of_saving(family: Family, model: nn.Module) -> None:
     is_dense = not any(isinstance(block, SparseBlock) for _, block in family.blocks(model))
     reason = family.unsavable(model) if is_dense else None
     if reason is not None:
-        _log.warning("ermoe.save will not write this %s as it is: %s", type(model).__name__, reason)
+        _log.warning(reason)
 
 
 def _defect(
@@ -294,8 +294,8 @@ def _defect(
     is_narrow = sparsity.shared is None and sparsity.width(ffn, index) < ffn.hidden_dim
     if is_narrow and ffn.inner_norm is not None and init != "random":
         raise UserError(
-            f"hidden_dim={sparsity.hidden_dim}: the dense network normalises its hidden layer, which is another for fewer "
-            "units; cut the rank instead, with rank="
+            f"hidden_dim={sparsity.hidden_dim}: the dense network normalises its hidden layer, and fewer units have "
+            "another norm; cut the rank instead, with rank="
         )
     if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
         raise UserError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance
-from ermoe.nn.experts import build_experts
+from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.moe import MoE
 from ermoe.nn.routers import OneWayRouter, Router, TopKRouter, check_top_k
 from ermoe.nn.scores import EigenbasisScore, EnergyScore, LogitScore, PrototypeScore, Score
@@ -74,7 +74,7 @@ class EigenMoE(MoE):
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         rank = min(dim, hidden_dim) if rank is None else rank
         mlp: dict[str, Any] = {"gated": gated, "act_layer": act_layer, "norm_layer": norm_layer}
-        build = partial(build_experts, dim, **mlp, bias=bias, drop=drop, **start)
+        build: Callable[..., Experts] = partial(build_experts, dim, **mlp, bias=bias, drop=drop, **start)
         built = build(hidden_dim, num_experts=num_experts, experts=experts, rank=rank)
         shared = None if shared_dim is None else build(shared_dim, num_experts=1)
         router: Router

@@ -7,12 +7,14 @@ argument in which it differs from the plain architecture, beside those that a us
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import timm
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import UserError
@@ -48,17 +50,16 @@ def describe(model: Any, args: Json | None = None) -> Json:
 
 
 def unsavable(model: Any) -> str | None:
-    """What a description of a dense model would lose; None if nothing."""
+    """What `ermoe.save` would have to say against a dense model, once it is sparse; None if nothing."""
+    not_written = f"ermoe.save will not write this {type(model).__name__}"
     try:
         lost = difference(model, _skeleton(json.dumps(describe(model))))
     except UserError as problem:
-        return str(problem)
+        return f"{not_written}: {problem}"
     except Exception as problem:  # whatever timm makes of arguments that were read wrongly
         lost = f"timm does not build it again ({str(problem).partition(chr(10))[0][:120]})"
-    return None if lost is None else f"{lost}; {REMEDY}"
-
-
-REMEDY = "pass ermoe.save what you gave to timm.create_model, ermoe.save(model, folder, args={…})"
+    given = "unless you pass what you gave to timm.create_model, ermoe.save(model, folder, args={…})"
+    return None if lost is None else f"{not_written} {given}: {lost}"
 
 
 def _backbone(model: Any) -> Any:
@@ -108,5 +109,18 @@ def build(description: Json, *, device: str = "cpu") -> nn.Module:
     if forbidden:
         raise UserError(f"a saved model may not set {', '.join(sorted(forbidden))}: remove it from config.json")
     args = {name: from_data(value) for name, value in description["args"].items()}
-    with torch.device(device):
+    with torch.device(device), _NothingDrawn() if device == "meta" else nullcontext():
         return timm.create_model(architecture, **args)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Skips what would be written into tensors without memory: it takes ten times as long as to build the model."""
+
+    _WRITING = frozenset(
+        ("add_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_", "uniform_", "zero_")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._WRITING and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))

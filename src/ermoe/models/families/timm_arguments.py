@@ -126,10 +126,9 @@ def _init_values(model: Any) -> float:
     return getattr(block, "init_values", None) or getattr(getattr(block, "ls1", None), "init_values", None) or 0.0
 
 
-def _kv_heads(model: Any) -> list[int] | None:
-    """Of each block, where some share keys and values among queries."""
-    heads = [(block.attn.num_heads, block.attn.num_kv_heads) for block in model.blocks]
-    return [kv for _, kv in heads] if any(all_heads != kv for all_heads, kv in heads) else None
+def _kv_heads(model: Any) -> list[int]:
+    """Of each block: queries may share keys and values."""
+    return [block.attn.num_kv_heads for block in model.blocks]
 
 
 def _of_rope(name: str) -> Reader:

@@ -5,8 +5,8 @@ Letters: B sequences, N tokens, D model width, h heads.
 
 from __future__ import annotations
 
-from torch import Tensor
 from timm.models.beit import Attention, Block
+from torch import Tensor
 
 from ermoe.models.families.timm_eva import heads, scaled
 from ermoe.models.families.timm_vit import SparseTimmBlock, Timm

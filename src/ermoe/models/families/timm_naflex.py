@@ -50,7 +50,7 @@ class TimmNaFlex(Timm):
     def num_tokens(self, model: Any) -> int:
         height, width = self.image_size(model)
         patch_height, patch_width = model.embeds.patch_size
-        return (height // patch_height) * (width // patch_width) + int(model.num_prefix_tokens)
+        return int((height // patch_height) * (width // patch_width) + model.num_prefix_tokens)
 
     def image_size(self, model: Any) -> tuple[int, ...]:
         """The size for which positions were learned: the model takes any."""

@@ -53,8 +53,8 @@ class SparseSAMBlock(SparseTimmBlock, Block):
         size = self.window_size
         if size == 0:
             return windows
-        padded = tuple(edge + -edge % size for edge in grid)
-        whole: Tensor = window_unpartition(windows, size, grid, padded)
+        height, width = (edge + -edge % size for edge in grid)
+        whole: Tensor = window_unpartition(windows, size, grid, (height, width))
         return whole
 
     def _attention(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.models.families import timm_architecture
-
+from ermoe.models.obstacles import not_linear
 
 _LINEARS: dict[type[nn.Module], tuple[str, ...]] = {
     Mlp: ("fc1", "fc2"),
@@ -92,6 +92,8 @@ class Timm(Family):
         for name in _LINEARS[type(mlp)]:
             if isinstance(getattr(mlp, name), nn.Conv2d):
                 return "its feed-forward network is made of convolutions"
+            if not isinstance(getattr(mlp, name), nn.Linear):
+                return f"mlp.{name} {not_linear(getattr(mlp, name))}"
         if mlp.drop1.p != mlp.drop2.p:
             return "its feed-forward network has two different dropout rates"
         return None
