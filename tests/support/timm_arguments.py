@@ -113,6 +113,4 @@ CASES = [(name, {**small, **args}) for name, (small, all_args) in ARGUMENTS.item
 
 def label(value):
     """What pytest calls a case."""
-    return (
-        value if isinstance(value, str) else "-".join(name for name in value if name not in SMALL or name == "img_size")
-    )
+    return value if isinstance(value, str) else "-".join(name for name in value if name not in SMALL)

@@ -106,7 +106,7 @@ class TestNewForms:
 
     def test_fewer_units_would_have_another_norm(self):
         dense, size = build("eva02_base_patch16_clip_224")
-        with pytest.raises(ValueError, match="normalises its hidden layer.*rank="):
+        with pytest.raises(ValueError, match=r"normalises its hidden layer.*rank="):
             ermoe.upcycle(dense, num_experts=2, hidden_dim=32, calibration=[photographs(size)])
 
     @pytest.mark.parametrize("name", ["naflexvit_base_patch16_map", "eva02_small_patch14_224"])

@@ -80,7 +80,10 @@ class Timm(Family):
         known = self.sparse_class(block).dense_class
         if type(block) is not known:
             kind = type(block).__name__
-            return f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts"
+            return (
+                f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts; "
+                "choose other blocks with blocks=, or another architecture"
+            )
         mlp: Any = block.mlp
         if type(mlp) not in _LINEARS:
             return f"its feed-forward network is a {type(mlp).__name__}; ermoe knows Mlp, GluMlp and SwiGLU"
