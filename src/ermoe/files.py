@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import stat
 import types
 import typing
 import uuid
@@ -48,7 +49,8 @@ def replacing(path: StrPath) -> Iterator[Path]:
     """A path to write to. When the block succeeds, what was written takes the place of ``path`` in one step.
 
     Readers see the old file or the new one, also if the machine stops in between. When the block fails, the old file
-    stays and nothing is left behind. Missing folders are made.
+    stays and nothing is left behind. Missing folders are made. Who may read the file is for the umask to say, and not
+    for whatever library writes it: safetensors would leave it to its owner alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +69,9 @@ def replacing(path: StrPath) -> Iterator[Path]:
     # The suffix stays, because some writers choose the format by it.
     draft = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
+        mode = _usual_mode(draft)
         yield draft
+        draft.chmod(mode)
         _flush(draft)
         os.replace(draft, path)
         _flush(path.parent)
@@ -80,6 +84,14 @@ def replacing(path: StrPath) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _usual_mode(path: Path) -> int:
+    """The permissions that a new file has here."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode
 
 
 def _refusal(problem: Exception, draft: Path) -> OSError | None:

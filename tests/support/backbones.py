@@ -29,12 +29,17 @@ TIMM = {
     "test_vit2": ({"num_classes": 10}, 96),
     "test_vit4": ({"num_classes": 10}, 96),
     "eva02_tiny_patch14_224": ({**SMALL, "img_size": 56}, 56),  # RoPE and SwiGLU, both maps in one
-    "eva02_base_patch16_clip_224": ({**SMALL, "img_size": 64}, 64),  # an inner norm: refused
+    "eva02_base_patch16_clip_224": ({**SMALL, "img_size": 64}, 64),  # SwiGLU with a norm inside
     "vit_small_patch16_dinov3": ({**SMALL, "img_size": 64}, 64),
     "vit_small_plus_patch16_dinov3": ({**SMALL, "img_size": 64}, 64),  # SwiGLU in two maps
     "vit_small_patch16_rope_mixed_224": ({**SMALL, "img_size": 64}, 64),
+    "beitv2_base_patch16_224": ({**SMALL, "img_size": 64}, 64),  # relative positions
+    "samvit_base_patch16": ({**SMALL, "img_size": 96, "window_size": 4, "global_attn_indexes": (1,)}, 96),  # windows
+    "naflexvit_base_patch16_map": ({**SMALL, "pos_embed_grid_size": (4, 4)}, 64),
+    "eva02_small_patch14_224": ({**SMALL, "img_size": 56, "use_naflex": True}, 56),
+    "vit_base_patch32_224": ({**SMALL, "img_size": 96, "features_only": True, "out_indices": (1, 3)}, 96),
 }
-REFUSED = ("vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "eva02_base_patch16_clip_224")
+REFUSED = ("vit_base_patch16_rpn_224", "vit_base_patch16_xp_224")
 ACCEPTED = [name for name in TIMM if name not in REFUSED]
 
 
@@ -96,9 +101,11 @@ def photographs(size, count=8):
 
 
 def outputs(model: nn.Module, images):
-    """Logits without gradients, also of Hugging Face's models."""
+    """Logits without gradients, also of Hugging Face's models; features of all blocks in a row."""
     with torch.no_grad():
         result = model(images)
+    if isinstance(result, list):
+        return torch.cat([features.flatten(1) for features in result], 1)
     return result.logits if hasattr(result, "logits") else result
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +26,7 @@ from ermoe.files import Json
 from ermoe.nn import MixtureLayer, attend, context
 
 CONTEXT_SOURCES = ("features", "attention")
+_ATTENTIONS = ("attn", "attention", "self_attention", "self_attn")  # what libraries call it
 
 
 @dataclass(slots=True)
@@ -58,7 +60,8 @@ class Linear:
 class FFN:
     """down(act(up(x))), or down(act(gate(x)) · up(x)) when gated, with dropout ``drop`` after each of the two steps.
 
-    ``norm`` is the normalisation through which tokens enter.
+    ``norm`` is the normalisation through which tokens enter; ``inner_norm``, if there is one, that of what enters
+    ``down``, after dropout.
     """
 
     up: Linear
@@ -66,6 +69,7 @@ class FFN:
     act: nn.Module
     norm: nn.Module
     gate: Linear | None = None
+    inner_norm: nn.Module | None = None
     drop: float = 0.0
 
     @property
@@ -96,24 +100,61 @@ class FFN:
         """What enters ``down``, (T, H)."""
         up_TH = self.up(x_TD)
         hidden_TH: Tensor = self.act(up_TH) if self.gate is None else self.act(self.gate(x_TD)) * up_TH
-        return hidden_TH
+        return hidden_TH if self.inner_norm is None else self.inner_norm(hidden_TH)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Outputs without dropout, (T, D)."""
         return self.down(self.hidden(x_TD))
 
     def with_units(self, kept: Tensor) -> FFN:
-        """The network of some of the hidden units, (k,), alone."""
+        """The network of some of the hidden units, (k,), alone; an inner norm is then that of these units."""
 
         def columns(linear: Linear) -> Linear:
             return Linear(linear.W[:, kept], None if linear.b is None else linear.b[kept])
 
-        gate = None if self.gate is None else columns(self.gate)
-        return replace(self, gate=gate, up=columns(self.up), down=Linear(self.down.W[kept], self.down.b))
+        whole, make_norm = self.folded(), self.norm_layer()
+        gate = None if whole.gate is None else columns(whole.gate)
+        down, norm = Linear(whole.down.W[kept], whole.down.b), None if make_norm is None else make_norm(len(kept))
+        return replace(whole, gate=gate, up=columns(whole.up), down=down, inner_norm=norm)
+
+    def folded(self) -> FFN:
+        """The same network with a plain inner norm n: what that scales and shifts, (n(a) g + h) W, goes into ``down``.
+
+        n(a) (diag(g) W) + (h W + b): a norm without parameters, which all experts can have.
+        """
+        norm: Any = self.inner_norm
+        make_norm = self.norm_layer()
+        if norm is None or make_norm is None or norm.weight is None:
+            return self
+        W_HD, b_D = self.down.W, self.down.b
+        scaled_HD = (norm.weight.detach().unsqueeze(1).float() * W_HD.float()).to(W_HD.dtype)
+        shift_H = getattr(norm, "bias", None)
+        if shift_H is not None:
+            moved_D = (shift_H.detach().float() @ W_HD.float()).to(W_HD.dtype)
+            b_D = moved_D if b_D is None else b_D + moved_D
+        return replace(self, down=Linear(scaled_HD, b_D), inner_norm=make_norm(self.hidden_dim))
+
+    @torch.no_grad()
+    def assign(self, linears: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Writes weights and biases, in the order of `linears`, through the views; an inner norm becomes plain."""
+        for linear, (weight, bias) in zip(self.linears(), linears, strict=True):
+            linear.assign(weight, bias)
+        norm: Any = self.inner_norm
+        for parameter, value in (("weight", 1.0), ("bias", 0.0)):
+            if getattr(norm, parameter, None) is not None:
+                getattr(norm, parameter).fill_(value)
 
     def act_layer(self) -> Callable[[], nn.Module]:
         """A factory of this network's activation."""
         return lambda: self.act
+
+    def norm_layer(self) -> Callable[[int], nn.Module] | None:
+        """A factory of inner norms like this network's, of any width and without parameters; None if it has none."""
+        norm: Any = self.inner_norm
+        if norm is None:
+            return None
+        kind: Callable[..., nn.Module] = nn.LayerNorm if isinstance(norm, nn.LayerNorm) else nn.RMSNorm
+        return partial(kind, eps=norm.eps, elementwise_affine=False)
 
     def fresh(self, generator: torch.Generator | None = None) -> FFN:
         """A network of the same shape with Xavier-uniform weights and zero biases; this one keeps its own."""
@@ -122,8 +163,9 @@ class FFN:
             weight = nn.init.xavier_uniform_(torch.empty_like(linear.W), generator=generator)
             return Linear(weight, None if linear.b is None else torch.zeros_like(linear.b))
 
-        gate = None if self.gate is None else drawn(self.gate)
-        return replace(self, gate=gate, up=drawn(self.up), down=drawn(self.down))
+        whole = self.folded()
+        gate = None if whole.gate is None else drawn(whole.gate)
+        return replace(whole, gate=gate, up=drawn(whole.up), down=drawn(whole.down))
 
     def defect(self) -> str | None:
         """Why experts cannot be made of it, as the end of a sentence about its block; None if they can."""
@@ -216,13 +258,26 @@ class Family(ABC):
         """What the model says to a batch of images, or of keyword arguments; of two towers, the one that sees."""
         return call(model, batch)
 
+    def bound_to(self, model: Any) -> Family:
+        """The adapter for one model; another than itself where that depends on what the model holds."""
+        return self
+
+    def backbone(self, model: Any) -> nn.Module:
+        """The transformer itself, which says how it is sparse: the model, or a part of it."""
+        backbone: nn.Module = model
+        return backbone
+
     def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
         """The transformer blocks from input to output, with their names in the model."""
         return children_at(model, "blocks")
 
+    def attention(self, block: Any) -> nn.Module | None:
+        """The module whose work a sparse block does itself when its router needs a context."""
+        return next((getattr(block, name) for name in _ATTENTIONS if hasattr(block, name)), None)
+
     def refusal(self, block: Any) -> str | None:
         """Why this block cannot be made sparse, as the end of a sentence about it; None if it can."""
-        known = self.sparse_block.dense_class
+        known = self.sparse_class(block).dense_class
         if type(block) is not known:
             return f"it is a {type(block).__name__}, not {self.library} {known.__name__}"
         network = type(block.mlp)
@@ -246,6 +301,18 @@ class Family(ABC):
     def image_size(self, model: Any) -> tuple[int, ...]:
         """The model's own size of images (height, width) or volumes."""
 
+    def channels(self, model: Any) -> int:
+        """Channels of the images it takes."""
+        return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)), 3)
+
+    def unsavable(self, model: Any) -> str | None:
+        """What `ermoe.save` would have to say against this dense model, once it is sparse; None if nothing."""
+        try:
+            self.describe(model)
+        except UserError as problem:
+            return f"ermoe.save will not write this {type(model).__name__}: {problem}"
+        return None
+
     @abstractmethod
     def describe(self, model: Any) -> Json:
         """What it takes to build the model's dense form again, as plain as JSON."""
@@ -262,7 +329,11 @@ def call(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> Any:
 
 def children_at(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The children of the container at a dotted path, with their full names."""
-    return [(f"{path}.{name}", block) for name, block in model.get_submodule(path).named_children()]
+    try:
+        container = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(f"this {type(model).__name__} has no {path}: pass a whole model, not a part of one") from None
+    return [(f"{path}.{name}", block) for name, block in container.named_children()]
 
 
 # Name in config.json -> the module whose ``FAMILY`` is the adapter, and those that define its models' classes or their
@@ -271,6 +342,10 @@ def children_at(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "timm_vit": ("ermoe.models.families.timm_vit", "timm.models.vision_transformer"),
     "timm_eva": ("ermoe.models.families.timm_eva", "timm.models.eva"),
+    "timm_beit": ("ermoe.models.families.timm_beit", "timm.models.beit"),
+    "timm_sam": ("ermoe.models.families.timm_sam", "timm.models.vision_transformer_sam"),
+    "timm_naflex": ("ermoe.models.families.timm_naflex", "timm.models.naflexvit"),
+    "timm_features": ("ermoe.models.families.timm_features", "timm.models._features"),
     "torchvision_vit": ("ermoe.models.families.torchvision_vit", "torchvision.models.vision_transformer"),
     "hugging_face_vit": (
         "ermoe.models.families.hugging_face_vit",
@@ -311,19 +386,29 @@ def family_name(model: nn.Module) -> str:
     >>> family_name(timm.create_model("test_vit"))
     'timm_vit'
     """
-    for base in type(model).__mro__:
-        if base.__module__ in _NAMES:
-            return _NAMES[base.__module__]
-    raise UserError(
-        f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows: use a timm VisionTransformer or "
-        "Eva, a torchvision VisionTransformer, a Hugging Face ViT, DeiT, BEiT, ViTMAE, DINOv2, DINOv3, CLIP, SigLIP, "
-        "SigLIP 2 or TimmWrapper, open_clip's CLIP or ermoe's ViT3D, or put ermoe.EigenMoE into blocks of your own"
-    )
+    name = known_family(model)
+    if name is None:
+        raise UserError(
+            f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows, nor does it hold one: use a "
+            "vision transformer of timm, torchvision, Hugging Face or open_clip (docs/upcycling.md), or put "
+            "ermoe.EigenMoE into blocks of your own"
+        )
+    return name
+
+
+def known_family(model: nn.Module) -> str | None:
+    """The name of a model's family; None if its class is of none."""
+    return next((_NAMES[base.__module__] for base in type(model).__mro__ if base.__module__ in _NAMES), None)
 
 
 def family_of(model: nn.Module) -> Family:
-    """The adapter for a model."""
-    return family_named(family_name(model))
+    """The adapter for a model, or for the one backbone that it holds."""
+    name = known_family(model)
+    if name is not None:
+        return family_named(name).bound_to(model)
+    from ermoe.models.inside import inside  # which asks here what a part of the model is
+
+    return inside(model)
 
 
 def family_named(name: str) -> Family:

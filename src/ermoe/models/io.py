@@ -24,7 +24,7 @@ from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.files import Json, StrPath, replacing
-from ermoe.models.backbones import family_name, family_named, family_of
+from ermoe.models.backbones import Family, family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.models.weights.compare import difference
@@ -49,8 +49,11 @@ class Description(TypedDict):
     merged: bool
 
 
-def save(model: nn.Module, folder: StrPath) -> None:
+def save(model: nn.Module, folder: StrPath, *, args: Options | None = None) -> None:
     """Writes a model, sparse or dense, into a folder, from which `ermoe.load` and timm's ``local-dir:`` build it again.
+
+    The arguments with which timm created a model are read off it. ``args`` are those that cannot be: `ermoe.upcycle`
+    warns where that is so.
 
     Both files are written whole before either replaces its predecessor, so a save that fails in writing leaves the
     earlier model. Each carries the mark of its save: a process that ends between the two replacements leaves new
@@ -59,7 +62,7 @@ def save(model: nn.Module, folder: StrPath) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder")
-    config = _config(model)
+    config = _config(model, args)
     text = json.dumps(config, indent=2, default=_refuse)
     with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
         save_file(_own_memory(model.state_dict()), weights_draft, metadata={"format": "pt", "save": config["save"]})
@@ -92,35 +95,35 @@ def weightless(source: StrPath) -> nn.Module:
     return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
 
 
-def _config(model: Any) -> Json:
+def _config(model: Any, args: Options | None) -> Json:
     """What `ermoe.load` needs, beside what timm needs for ``local-dir:``."""
-    description = describe(model)
+    description = describe(model, args)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = {"ermoe_version": __version__, "save": uuid.uuid4().hex, "dtype": dtype, "ermoe": description}
     if not description["family"].startswith("timm"):
         return config
     dense = description["dense"]
-    if description["sparsity"] is None or (is_registered(dense) and not description["merged"]):
+    is_timms = description["sparsity"] is None or (is_registered(dense) and not description["merged"])
+    if (
+        is_timms
+        and "features_only" not in dense["args"]
+        and not any(isinstance(v, dict) for v in dense["args"].values())
+    ):
         model_args = {**dense["args"], **(description["sparsity"] or {})}
         entry = {"architecture": dense["architecture"], "model_args": model_args}
     else:
         entry = {"architecture": "ermoe_upcycled", "model_args": {"description": description}}
-    return {
-        **entry,
-        "num_classes": model.num_classes,
-        "num_features": model.num_features,
-        "global_pool": model.global_pool,
-        "pretrained_cfg": _pretrained_cfg(model),
-        **config,
-    }
+    backbone: Any = family_of(model).backbone(model)
+    shown = {name: getattr(backbone, name) for name in ("num_classes", "num_features", "global_pool")}
+    return {**entry, **shown, "pretrained_cfg": _pretrained_cfg(model, backbone), **config}
 
 
-def _pretrained_cfg(model: Any) -> Json:
+def _pretrained_cfg(model: nn.Module, backbone: Any) -> Json:
     """How images are to be prepared, without the address of weights that are no longer these."""
     kept = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "pool_size")
-    patches = model.patch_embed
-    known = {**model.pretrained_cfg, "num_classes": model.num_classes}
-    known["input_size"] = (patches.proj.in_channels, *patches.img_size)
+    family = family_of(model)
+    known = {**backbone.pretrained_cfg, "num_classes": backbone.num_classes}
+    known["input_size"] = (family.channels(model), *family.image_size(model))
     return {name: known[name] for name in (*kept, "num_classes", "first_conv", "classifier") if name in known}
 
 
@@ -200,28 +203,47 @@ def _check_same_save(folder: Path, config: Json) -> None:
         raise UserError(f"{folder}: {CONFIG} and {WEIGHTS} come from two different saves; save the model again")
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module, args: Options | None = None) -> Description:
     """The backbone's family, its dense form, and the options that made it sparse (None if it is dense).
+
+    ``args`` are arguments of timm that cannot be read off the model.
 
     What is written is built at once, and compared: what a description cannot say is an error now, not a wrong model
     when it is loaded.
     """
-    sparsity = getattr(model, "sparsity", None)
+    family = family_of(model)
+    sparsity = getattr(family.backbone(model), "sparsity", None)
     description: Description = {
+        "dense": _dense(family, model, args),
         "family": family_name(model),
-        "dense": family_of(model).describe(model),
         "sparsity": None if sparsity is None else sparsity.as_options(),
         "merged": sparsity is not None and sparsity.merged,
     }
-    rebuilt = rebuild(description, device="meta").to(next(model.parameters()).dtype)
-    lost = difference(model, rebuilt)
+    try:
+        rebuilt = rebuild(description, device="meta").to(next(model.parameters()).dtype)
+    except UserError:
+        raise
+    except Exception as problem:  # whatever another library makes of arguments that were read wrongly
+        lost: str | None = f"it is not built again ({_first_line(problem)})"
+    else:
+        lost = difference(model, rebuilt)
     if lost is not None:
         raise UserError(
-            f"this {type(model).__name__} cannot be written down: {lost}; create it with timm.create_model, by "
-            "torchvision's or by transformers' own functions, make it sparse with ermoe.upcycle, and change only "
-            "arguments of these"
+            f"this {type(model).__name__} cannot be written down: {lost}; if timm.create_model was given more than its "
+            "name, pass that as args={…}; otherwise create it by its library's own functions, make it sparse with "
+            "ermoe.upcycle, and change only arguments of these"
         )
     return description
+
+
+def _dense(family: Family, model: nn.Module, args: Options | None) -> Json:
+    if args is None:
+        return family.describe(model)
+    if not family_name(model).startswith("timm"):
+        raise UserError(f"args= are arguments of timm.create_model: a {type(model).__name__} needs none")
+    from ermoe.models.families import timm_architecture  # seconds, which models of other families need not wait for
+
+    return timm_architecture.describe(model, args)
 
 
 def rebuild(description: Description, *, device: str = "cpu", init: str = "empty") -> nn.Module:

@@ -36,9 +36,10 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, MoE):
             _merge_layer(layer)
-    sparsity = getattr(model, "sparsity", None)
-    if isinstance(sparsity, Sparsity):
-        mark_sparse(model, replace(sparsity, merged=True))
+    for module in model.modules():
+        sparsity = getattr(module, "sparsity", None)
+        if isinstance(sparsity, Sparsity):
+            mark_sparse(module, replace(sparsity, merged=True))
     return model
 
 
@@ -104,11 +105,9 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         networks = block.mlp.experts if block.mlp.shared is None else block.mlp.shared
         weights = [(linear.weight(), linear.bias) for linear in networks.linears()]
         densify(block)
-        with torch.no_grad():
-            for dense, (weight_EIO, bias_EO) in zip(family.ffn(block).linears(), weights, strict=True):
-                dense.assign(_mean(weight_EIO), None if bias_EO is None else _mean(bias_EO))
+        family.ffn(block).assign((_mean(W_EIO), None if b_EO is None else _mean(b_EO)) for W_EIO, b_EO in weights)
     for name in ("sparsity", "output_error", "group_fits", "no_weight_decay"):
-        model.__dict__.pop(name, None)
+        family.backbone(model).__dict__.pop(name, None)
     return model
 
 

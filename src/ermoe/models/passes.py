@@ -119,12 +119,13 @@ def images_of(batch: Any) -> Tensor:
 
 def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
-    own = family_of(model).image_size(model)
-    channels, axes = _channels_and_axes(model)
+    family = family_of(model)
+    own, channels = family.image_size(model), family.channels(model)
     if image_size is None and not own:
         raise UserError(f"this {type(model).__name__} takes images of any size: choose one with image_size=")
     if image_size is None:
         return (channels, *own)
+    axes = len(own) or next((len(m.kernel_size) for m in model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)), 2)
     size = tuple(image_size) if isinstance(image_size, (tuple, list)) else (image_size,) * axes
     if len(size) != axes or not all(isinstance(edge, int) and edge > 0 for edge in size):
         raise UserError(f"image_size={image_size!r}: need a positive whole number, or a tuple of {axes}")
@@ -132,12 +133,6 @@ def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> t
     if own and size != own:
         _try(model, shape)
     return shape
-
-
-def _channels_and_axes(model: nn.Module) -> tuple[int, int]:
-    """Those of images: of the first convolution, or where patches come flat, as photographs have them."""
-    entry = next((m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d))), None)
-    return (3, 2) if entry is None else (entry.in_channels, len(entry.kernel_size))
 
 
 def _try(model: nn.Module, shape: tuple[int, ...]) -> None:

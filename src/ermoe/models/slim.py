@@ -180,9 +180,10 @@ def slim(
 def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Slimmed:
     dense, sparse = count(model), count(slimmed)
     family, mixtures = family_of(model), moe_layers(slimmed)
+    backbone: Any = family.backbone(slimmed)
     networks = {name: family.ffn(block) for name, block in family.blocks(model)}
     layers = tuple(
-        _layer(name, mixtures[f"{name}.mlp"], networks[name], fit) for name, fit in slimmed.group_fits.items()
+        _layer(name, mixtures[f"{name}.mlp"], networks[name], fit) for name, fit in backbone.group_fits.items()
     )
     return Slimmed(
         slimmed,
@@ -240,6 +241,10 @@ def choose_sizes(
     if any(isinstance(block, SparseBlock) for _, block in blocks):
         raise UserError("this model is sparse already: slim the dense one")
     networks = {name: family.ffn(block) for name, block in blocks}
+    if cut == "width" and any(ffn.inner_norm is not None for ffn in networks.values()):
+        raise UserError(
+            "the networks of this model normalise their hidden layers, which fewer units change: cut='rank'"
+        )
     taught = {name: (block, networks[name]) for name, block in blocks}
     tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
     harm = {name: _harm(ffn, tokens.pop(name), num_experts, cut) for name, ffn in networks.items()}

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, family_of, sparsify
+from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, dense_network, family_of, sparsify
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clusters import GroupFit, fill_from_groups
 from ermoe.models.eigen_init import fill_beside_dense, fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.fitting import fitted
+from ermoe.models.inside import bare
+from ermoe.models.obstacles import bypassed, obstacle
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
@@ -29,7 +31,7 @@ Options: TypeAlias = dict[str, Any]
 """Keywords of `ermoe.upcycle` or of timm, by name; plain values where a model is to be saved."""
 
 # Options of expert layers that follow from the network they replace.
-_GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "bias", "drop", "shared_dim", "device", "dtype")
+_GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "norm_layer", "bias", "drop", "shared_dim", "device", "dtype")
 
 _BY_BLOCK = ("num_experts", "rank", "hidden_dim")  # options of which there may be one for each block
 
@@ -121,7 +123,8 @@ class Sparsity:
         options |= {} if self.shared is None else {"shared_dim": ffn.hidden_dim}
         ranks = {"rank": self._rank(ffn, width, block), "route_rank": self.route_rank}
         options |= {name: rank for name, rank in ranks.items() if rank is not None}
-        mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "bias": ffn.has_bias, "drop": ffn.drop}
+        mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "norm_layer": ffn.norm_layer()}
+        mlp |= {"bias": ffn.has_bias, "drop": ffn.drop}
         placement = {"device": "meta", "dtype": ffn.up.W.dtype}
         try:
             return build_layer(self.router, ffn.dim, width, **options, **mlp, **placement)
@@ -159,7 +162,8 @@ def upcycle(
     """A sparse model with the outputs of ``model``: some of its feed-forward networks become mixtures of experts.
 
     Args:
-        model: a vision transformer of timm, torchvision, Hugging Face or open_clip; docs/upcycling.md lists them.
+        model: a vision transformer of timm, torchvision, Hugging Face or open_clip (docs/upcycling.md), or a module
+            that holds one.
         num_experts: experts E of each layer, or one number for each block.
         top_k: experts per token K.
         blocks: which blocks get experts: "every-2" (1, 3, 5, …), "last-n" (the last n), "all", or a list of indices.
@@ -197,6 +201,7 @@ def upcycle(
         raise UserError(
             f"init={init!r}: use 'dense' (experts start as the dense network), 'clusters', 'same' or 'random'"
         )
+    model = bare(model, inplace=inplace)
     family = family_of(model)
     if router not in LAYERS:
         raise UserError(f"router={router!r}: use one of {', '.join(LAYERS)}")
@@ -228,6 +233,8 @@ def upcycle(
         layer_options=layer_options,
     )
     _check(family, model, sparsity, init, is_calibrated=calibration is not None)
+    if init not in ("random", "empty"):  # those are built by name, and known before they are complete
+        _warn_of_saving(family, model)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
     taught = {name: (block, family.ffn(block)) for name, block in chosen.values()}
@@ -236,10 +243,11 @@ def upcycle(
     fits = {}
     for index, (name, block) in chosen.items():
         fits[name] = _convert(family, block, index, sparsity, init, tokens.pop(name, None), generator)
-    mark_sparse(model, sparsity)
+    backbone = family.backbone(model)
+    mark_sparse(backbone, sparsity)
     if init == "clusters" and calibration is not None:
         settle_offsets(model, calibration)  # tokens meet other experts before, so they come as others
-    _report(model, fits)
+    _report(backbone, fits)
     return model
 
 
@@ -264,19 +272,32 @@ def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, i
         name, block = family.blocks(model)[index]
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
-        reason = family.refusal(block)
+        reason = family.refusal(block) or obstacle(block) or _tie(family, model, index)
         reason = _defect(family, block, index, sparsity, init, is_calibrated) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
+
+
+def _warn_of_saving(family: Family, model: nn.Module) -> None:
+    """Says before any training what `ermoe.save` would say after it."""
+    is_dense = not any(isinstance(block, SparseBlock) for _, block in family.blocks(model))
+    reason = family.unsavable(model) if is_dense else None
+    if reason is not None:
+        _log.warning(reason)
 
 
 def _defect(
     family: Family, block: nn.Module, index: int, sparsity: Sparsity, init: str, is_calibrated: bool
 ) -> str | None:
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
-    ffn = family.ffn(block)
+    ffn = family.ffn(block).folded()
     layer = sparsity.layer_like(ffn, index)
     is_narrow = sparsity.shared is None and sparsity.width(ffn, index) < ffn.hidden_dim
+    if is_narrow and ffn.inner_norm is not None and init != "random":
+        raise UserError(
+            f"hidden_dim={sparsity.hidden_dim}: the dense network normalises its hidden layer, and fewer units have "
+            "another norm; cut the rank instead, with rank="
+        )
     if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
         raise UserError(
             f"hidden_dim={sparsity.hidden_dim}: narrower experts are fitted to tokens; pass calibration=, unlabelled "
@@ -284,7 +305,16 @@ def _defect(
         )
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
-    return ffn.defect() or (family.no_context(block) if layer.needs_context else None)
+    attention = family.attention(block)
+    no_context = family.no_context(block) or (None if attention is None else bypassed(attention))
+    return ffn.defect() or (no_context if layer.needs_context else None)
+
+
+def _tie(family: Family, model: nn.Module, index: int) -> str | None:
+    """Which other block shares the network, if one does: experts in one would be lost to the other."""
+    networks = [dense_network(block) for _, block in family.blocks(model)]
+    shares = [other for other, network in enumerate(networks) if network is networks[index] and other != index]
+    return f"its feed-forward network is that of block {shares[0]} too; give each a copy first" if shares else None
 
 
 def _convert(
@@ -297,7 +327,7 @@ def _convert(
     generator: torch.Generator | None,
 ) -> GroupFit | float | None:
     """Makes one block sparse; returns how near its output comes to the dense one, if experts are smaller or differ."""
-    ffn = family.ffn(block)
+    ffn = family.ffn(block).folded()
     layer = sparsity.layer_like(ffn, index)
     fit: GroupFit | float | None = None
     if not ffn.up.W.is_meta:
@@ -384,8 +414,8 @@ def mark_sparse(model: Any, sparsity: Sparsity) -> None:
 
 
 def sparsity_of(model: nn.Module) -> Sparsity:
-    """How a model was made sparse."""
-    sparsity = getattr(model, "sparsity", None)
+    """How a model, or the backbone that it holds, was made sparse."""
+    sparsity = getattr(family_of(model).backbone(model), "sparsity", None)
     if not isinstance(sparsity, Sparsity):
         raise UserError(f"this {type(model).__name__} is not sparse: make it so with ermoe.upcycle(model)")
     return sparsity
@@ -401,5 +431,4 @@ def restart_ffns(model: nn.Module, generator: torch.Generator | None = None) -> 
     family = family_of(model)
     for _, block in family.blocks(model):
         ffn = family.ffn(block)
-        for linear, fresh in zip(ffn.linears(), ffn.fresh(generator).linears(), strict=True):
-            linear.assign(fresh.W, fresh.b)
+        ffn.assign((fresh.W, fresh.b) for fresh in ffn.fresh(generator).linears())

@@ -7,12 +7,13 @@ expert layers in some of its blocks. Besides timm's arguments they take those of
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer, _cfg, checkpoint_filter_fn
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer, _cfg
+from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.models.io import Description, rebuild
@@ -69,10 +70,20 @@ def _create(
         build,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=_fitted,
         feature_cfg={"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"},
         **{**size, **options},
     )
+
+
+def _fitted(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights as timm fits them to another size of images: each of its files has a function for its own models."""
+    for base in type(model).__mro__:
+        fit = getattr(sys.modules[base.__module__], "checkpoint_filter_fn", None)
+        if fit is not None:
+            fitted: dict[str, Tensor] = fit(state, model)
+            return fitted
+    return state
 
 
 @register_model

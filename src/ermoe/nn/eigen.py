@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from ermoe.nn.balance import Balance, MeanBalance, OffsetBalance
-from ermoe.nn.experts import build_experts
+from ermoe.nn.experts import Experts, build_experts
 from ermoe.nn.moe import MoE
 from ermoe.nn.routers import OneWayRouter, Router, TopKRouter, check_top_k
 from ermoe.nn.scores import EigenbasisScore, EnergyScore, LogitScore, PrototypeScore, Score
@@ -40,7 +40,7 @@ class EigenMoE(MoE):
             bases of the router's "own", one an expert; or one "shared" by all experts, which takes a prototype score
             to tell them apart and costs an E-th. By default that of the experts where they have one.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
-        act_layer, bias, drop: of the experts' MLPs.
+        act_layer, norm_layer, bias, drop: of the experts' MLPs; see `ermoe.nn.Experts`.
         shared_dim: hidden width of an expert with plain weights that every token meets beside those it is routed to;
             None for none.
         start: ``generator``, source of all random numbers of the initialisation, ``device`` and ``dtype``.
@@ -65,6 +65,7 @@ class EigenMoE(MoE):
         routing_basis: str | None = None,
         gated: bool = False,
         act_layer: Callable[[], nn.Module] = nn.GELU,
+        norm_layer: Callable[[int], nn.Module] | None = None,
         bias: bool = True,
         drop: float = 0.0,
         shared_dim: int | None = None,
@@ -72,7 +73,8 @@ class EigenMoE(MoE):
     ) -> None:
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         rank = min(dim, hidden_dim) if rank is None else rank
-        build = partial(build_experts, dim, gated=gated, act_layer=act_layer, bias=bias, drop=drop, **start)
+        mlp: dict[str, Any] = {"gated": gated, "act_layer": act_layer, "norm_layer": norm_layer}
+        build: Callable[..., Experts] = partial(build_experts, dim, **mlp, bias=bias, drop=drop, **start)
         built = build(hidden_dim, num_experts=num_experts, experts=experts, rank=rank)
         shared = None if shared_dim is None else build(shared_dim, num_experts=1)
         router: Router

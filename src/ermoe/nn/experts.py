@@ -111,6 +111,9 @@ class DenseLinear(nn.Module):
 class Experts(nn.Module):
     """E feed-forward networks of one shape: down(act(up(x))), or down(act(gate(x)) · up(x)) when gated.
 
+    ``norm_layer`` makes the normalisation of what enters ``down``, given its width. It has no parameters: a scale and a
+    shift there are part of ``down`` and its bias.
+
     >>> experts = build_experts(8, 16, num_experts=2, experts="eigen", rank=4)
     >>> experts(torch.randn(5, 8), torch.tensor([3, 2])).shape  # three rows for expert 0, two for expert 1
     torch.Size([5, 8])
@@ -125,6 +128,7 @@ class Experts(nn.Module):
         *,
         gate: EigenLinear | DenseLinear | None = None,
         act_layer: Callable[[], nn.Module] = nn.GELU,
+        norm_layer: Callable[[int], nn.Module] | None = None,
         drop: float = 0.0,
     ) -> None:
         super().__init__()
@@ -132,7 +136,13 @@ class Experts(nn.Module):
         self.up = up
         self.down = down
         self.act = act_layer()
+        self.inner_norm = None if norm_layer is None else norm_layer(self.size[0])
         self.drop = nn.Dropout(drop)
+        if self.inner_norm is not None and any(True for _ in self.inner_norm.parameters()):
+            raise ValueError(
+                f"norm_layer makes a {type(self.inner_norm).__name__} with parameters: give it none, for example by "
+                "elementwise_affine=False"
+            )
 
     @property
     def num_experts(self) -> int:
@@ -176,8 +186,10 @@ class Experts(nn.Module):
     def expert(self, x: Tensor, ops: Products) -> Tensor:
         """One expert's function, whatever ``ops`` makes of it (see `ermoe.nn.products`)."""
         hidden = self.up(x, ops)
-        hidden = self.act(hidden) if self.gate is None else self.act(self.gate(x, ops)) * hidden
-        output: Tensor = self.drop(self.down(self.drop(hidden), ops))
+        hidden = self.drop(self.act(hidden) if self.gate is None else self.act(self.gate(x, ops)) * hidden)
+        if self.inner_norm is not None:
+            hidden = self.inner_norm(hidden)
+        output: Tensor = self.drop(self.down(hidden, ops))
         return output
 
     def forward(self, x_AD: Tensor, count_E: Tensor) -> Tensor:
@@ -216,6 +228,7 @@ def build_experts(
     same_start: bool = False,
     gated: bool = False,
     act_layer: Callable[[], nn.Module] = nn.GELU,
+    norm_layer: Callable[[int], nn.Module] | None = None,
     bias: bool = True,
     drop: float = 0.0,
     **start: Unpack[Start],
@@ -227,7 +240,7 @@ def build_experts(
         rank: of eigen experts; min(dim, hidden_dim) by default.
         same_start: all experts start from one and the same draw, as V-MoE's do.
         gated: SwiGLU-like experts, act(x Wg) · (x Wu).
-        act_layer, bias, drop: of the experts' MLPs.
+        act_layer, norm_layer, bias, drop: of the experts' MLPs; see `Experts`.
         start: generator, device and dtype of the parameters.
     """
     hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
@@ -243,7 +256,8 @@ def build_experts(
         return EigenLinear(num_experts, in_dim, out_dim, full_rank if rank is None else rank, bias=bias, **start)
 
     gate = linear(dim, hidden_dim) if gated else None
-    built = Experts(linear(dim, hidden_dim), linear(hidden_dim, dim), gate=gate, act_layer=act_layer, drop=drop)
+    up, down = linear(dim, hidden_dim), linear(hidden_dim, dim)
+    built = Experts(up, down, gate=gate, act_layer=act_layer, norm_layer=norm_layer, drop=drop)
     if same_start:
         built.same_start = True
         built.reset_parameters(start.get("generator"))

@@ -33,7 +33,7 @@ def _keywords(function: Callable[..., object]) -> list[str]:
 
 
 _OF_EXPERTS = _keywords(build_experts)
-_OF_MLPS = ["gated", "act_layer", "bias", "drop"]
+_OF_MLPS = ["gated", "act_layer", "norm_layer", "bias", "drop"]
 _OF_START = list(Start.__annotations__)
 
 

@@ -17,6 +17,8 @@ from ermoe.nn.precision import widen
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
 
+_NO_LIMIT = (0.0, math.inf)  # as saved: the second by versions before 0.1
+
 
 class Router(nn.Module, ABC):
     """Decides which experts see which tokens. All but the routing itself is known before any forward."""
@@ -151,9 +153,9 @@ class TopKRouter(Router):
     def get_extra_state(self) -> Tensor:
         """Threshold, capacity factor and routing rank: set per layer once it is built, they belong to its weights.
 
-        Infinity stands for no limit.
+        0 stands for no limit.
         """
-        limits = [math.inf if limit is None else limit for limit in (self.capacity_factor, self.score.route_rank)]
+        limits = [0.0 if limit is None else limit for limit in (self.capacity_factor, self.score.route_rank)]
         return torch.tensor([self.threshold, *limits], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -161,13 +163,16 @@ class TopKRouter(Router):
         if state.numel() not in (1, 3):
             raise ValueError(f"a router has {state.numel()} saved settings: need threshold, capacity and routing rank")
         threshold, *limits = state.flatten().tolist()
+        limits = [None if limit in _NO_LIMIT else limit for limit in limits]
         capacity_factor, route_rank = limits or (self.capacity_factor, self.score.route_rank)
         _check_limits(threshold, capacity_factor)
-        if route_rank is not None and not route_rank >= 1:
+        if (route_rank is None) is not (self.score.route_rank is None) or (
+            route_rank is not None and not route_rank >= 1
+        ):
             raise ValueError(f"route_rank={route_rank}: at least one column of a basis routes")
         self.threshold = threshold
-        self.capacity_factor = None if capacity_factor == math.inf else capacity_factor
-        self.score.route_rank = None if route_rank in (None, math.inf) else int(route_rank)
+        self.capacity_factor = capacity_factor
+        self.score.route_rank = None if route_rank is None else int(route_rank)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"

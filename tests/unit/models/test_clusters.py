@@ -102,7 +102,7 @@ def test_the_last_map_is_the_least_squares_one():
     units = [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in fitted.up.W.mT]
     hidden = ffn.hidden(x)[:, units]
     a, y = hidden - hidden.mean(0), ffn(x) - ffn(x).mean(0)
-    share = 1e-3 * (1 + 100 * 16 / len(x))
+    share = 1e-3 * (1 + 10 * 16 / len(x))
     ridge = (share * a.square().mean(0).mean() * len(x)).sqrt() * torch.eye(16).double()
     wanted = torch.linalg.lstsq(torch.cat([a, ridge]), torch.cat([y, ridge @ ffn.down.W[units]])).solution
     torch.testing.assert_close(fitted.down.W, wanted, atol=1e-6, rtol=1e-6)

@@ -71,6 +71,17 @@ class TestRoundTrip:
         with pytest.raises(UserError, match=r"not numbers: blocks\.0\.attn\.proj\.weight; its training diverged"):
             ermoe.load(tmp_path)
 
+    def test_the_group_may_read_it_and_settings_are_finite(self, tmp_path):
+        before = os.umask(0o027)
+        try:
+            ermoe.save(ermoe.upcycle(build("test_vit")[0], num_experts=2, score="logit"), tmp_path)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+        assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "model.safetensors").values())
+        router = ermoe.load(tmp_path).blocks[1].mlp.router
+        assert (router.capacity_factor, router.score.route_rank) == (None, None)
+
     def test_a_dense_model(self, tmp_path):
         model, size = build("test_vit2")
         ermoe.save(model, tmp_path)

@@ -55,7 +55,8 @@ def test_attention_without_weights_is_refused_only_if_they_are_needed():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda mlp: setattr(mlp, "norm", nn.LayerNorm(192)), "inner norm"),
+        (lambda mlp: setattr(mlp, "norm", nn.BatchNorm1d(192)), "inner norm is a BatchNorm1d; experts have LayerNorm"),
+        (lambda mlp: setattr(mlp, "drop1", nn.Identity()), r"mlp\.drop1 is a Identity, not Dropout"),
         (lambda mlp: setattr(mlp, "act", nn.PReLU()), "activation PReLU has parameters"),
         (lambda mlp: setattr(mlp.drop2, "p", 0.3), "two different dropout rates"),
         (lambda mlp: setattr(mlp, "fc2", nn.Conv2d(192, 64, 1)), "convolutions"),

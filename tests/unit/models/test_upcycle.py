@@ -84,6 +84,72 @@ class TestParity:
         assert sparse.layers[1].mlp.experts.num_experts == 4
 
 
+class TestNewForms:
+    @pytest.mark.parametrize(
+        "name",
+        ["eva02_base_patch16_clip_224", "beitv2_base_patch16_224", "samvit_base_patch16", "eva02_small_patch14_224"],
+    )
+    def test_every_parameter_learns(self, name):
+        dense, size = build(name)
+        sparse = perturb(ermoe.upcycle(dense, num_experts=2)).train()
+        sparse(photographs(size, 2)).logsumexp(-1).sum().backward()
+        assert [name for name, parameter in sparse.named_parameters() if parameter.grad is None] == []
+
+    @pytest.mark.parametrize("options", [{"rank": 32}, {"shared": "dense"}, {"init": "same"}, {"experts": "dense"}])
+    def test_experts_may_be_smaller_and_still_have_the_inner_norm(self, options):
+        dense, size = build("eva02_base_patch16_clip_224")
+        sparse = ermoe.upcycle(dense, num_experts=2, **options)
+        layer = sparse.blocks[1].mlp
+        assert {type(experts.inner_norm) for experts in (layer.experts, layer.shared) if experts} == {nn.LayerNorm}
+        if "shared" in options or "experts" in options:
+            assert distance(outputs(sparse, photographs(size)), outputs(dense, photographs(size))) <= 1e-4
+
+    def test_fewer_units_would_have_another_norm(self):
+        dense, size = build("eva02_base_patch16_clip_224")
+        with pytest.raises(ValueError, match=r"normalises its hidden layer.*rank="):
+            ermoe.upcycle(dense, num_experts=2, hidden_dim=32, calibration=[photographs(size)])
+
+    @pytest.mark.parametrize("name", ["naflexvit_base_patch16_map", "eva02_small_patch14_224"])
+    def test_padding_is_neither_routed_nor_counted(self, name):
+        """Two images of different sizes in one batch, the smaller one padded with what would spoil everything."""
+        dense, _ = build(name)
+        sparse = ermoe.upcycle(dense, num_experts=4)
+        height, width = dense.embeds.patch_size
+        grids, longest = [(4, 4), (2, 3)], 16
+        patches = torch.randn(2, longest, height * width * 3, generator=torch.Generator().manual_seed(0))
+        valid, coord = torch.zeros(2, longest, dtype=torch.bool), torch.zeros(2, longest, 2, dtype=torch.long)
+        for image, (rows, columns) in enumerate(grids):
+            valid[image, : rows * columns] = True
+            coord[image, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        patches[~valid] = 1e4
+        batch = {"patches": patches, "patch_coord": coord, "patch_valid": valid}
+        counted = []
+        sparse.blocks[1].mlp.observers.append(lambda routing: counted.append(int(routing.count_E.sum())))
+        with torch.no_grad():
+            assert distance(sparse(batch), dense(batch)) <= 1e-4
+        assert counted == [2 * (16 + 6 + 2 * dense.num_prefix_tokens)]
+
+    def test_the_context_stays_within_its_window(self):
+        """Slow twin: windows cut out by hand; the grid of 6 × 6 tokens has windows of 4 × 4 that reach beyond it."""
+        dense, size = build("samvit_base_patch16")
+        sparse = ermoe.upcycle(dense, num_experts=4, blocks=[3])
+        block, seen = sparse.blocks[3], {}
+        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1]))
+        block.attend = lambda *args, **kwargs: seen.setdefault("attended", SparseBlock.attend(block, *args, **kwargs))
+        outputs(sparse, photographs(size, 1))
+        z, context = (seen[name].view(6, 6, 64) for name in ("z", "context"))
+        alpha = seen["attended"][1].view(2, 2, 16, 4, 4)
+        for row, column in ((0, 0), (3, 5), (5, 2)):
+            weights = alpha[row // 4, column // 4, 4 * (row % 4) + column % 4]
+            expected = torch.zeros(64)
+            for y in range(4):
+                for x in range(4):
+                    inside = (4 * (row // 4) + y, 4 * (column // 4) + x)
+                    if max(inside) < 6:
+                        expected += weights[y, x] * z[inside]
+            assert torch.allclose(context[row, column], expected, atol=1e-4)
+
+
 class TestStructure:
     def test_names_and_modules_of_the_backbone_stay(self, dense):
         sparse = ermoe.upcycle(dense, inplace=True)

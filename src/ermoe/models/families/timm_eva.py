@@ -25,8 +25,9 @@ class SparseEvaBlock(SparseTimmBlock, EvaBlock):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         attended, alpha_BNN = self._attention(self.norm1(x), rope, attn_mask, is_causal)
-        x = x + self.drop_path1(_scaled(attended, self.gamma_1))
-        out: Tensor = x + self.drop_path2(_scaled(self.mix(self.norm2(x), alpha_BNN, attended), self.gamma_2))
+        x = x + self.drop_path1(scaled(attended, self.gamma_1))
+        mixed = self.mix(self.norm2(x), alpha_BNN, attended, self.real_tokens(attn_mask))
+        out: Tensor = x + self.drop_path2(scaled(mixed, self.gamma_2))
         return out
 
     def _attention(
@@ -35,16 +36,17 @@ class SparseEvaBlock(SparseTimmBlock, EvaBlock):
         attn = self.attn
         if not self.needs_weights:
             return attn(x_BND, rope=rope, attn_mask=attn_mask, is_causal=is_causal), None
-        q, k, v = _heads(attn, x_BND)
+        q, k, v = heads(attn, x_BND)
         q, k = (_rotated(attn, x, rope).type_as(v) for x in (attn.q_norm(q), attn.k_norm(k)))
         return self.weighed(q, _every_head(attn, k), _every_head(attn, v), x_BND, attn_mask, is_causal)
 
 
-def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
+def scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
+    """What LayerScale makes of x."""
     return x if gamma is None else gamma * x
 
 
-def _heads(attn: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads(attn: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, (B, h, N, d) each, before rotation; keys and values may have fewer heads."""
     if attn.qkv is None:
         q, k, v = (
@@ -52,11 +54,11 @@ def _heads(attn: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
         return q, k, v
-    bias = attn.qkv.bias
-    if getattr(attn, "q_bias", None) is not None:  # EvaAttention, whose keys have no bias
-        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    qkv = F.linear(x_BND, attn.qkv.weight, bias)
-    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
+    if getattr(attn, "q_bias", None) is None:
+        qkv = attn.qkv(x_BND)
+    else:  # keys have no bias
+        qkv = F.linear(x_BND, attn.qkv.weight, torch.cat((attn.q_bias, attn.k_bias, attn.v_bias)))
+    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
     return q, k, v
 
 

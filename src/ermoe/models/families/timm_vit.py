@@ -8,13 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers import Attention, GluMlp, Mlp, SwiGLU
+from timm.layers import Attention, GluMlp, Mlp, RmsNorm, RmsNormFp32, SwiGLU
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
 from ermoe.models.families import timm_architecture
+from ermoe.models.obstacles import not_linear
+
+_LINEARS: dict[type[nn.Module], tuple[str, ...]] = {
+    Mlp: ("fc1", "fc2"),
+    GluMlp: ("fc1", "fc2"),
+    SwiGLU: ("fc1_g", "fc1_x", "fc2"),
+}
+_INNER_NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm, RmsNormFp32)
 
 
 class SparseTimmBlock(SparseBlock):
@@ -31,10 +39,16 @@ class SparseTimmBlock(SparseBlock):
             attn_mask = torch.ones(x_BND.shape[1], x_BND.shape[1], dtype=torch.bool, device=x_BND.device).tril()
         dropout = attn.attn_drop.p if self.training else 0.0
         out_BhNd, alpha_BNN = self.attend(q, k, v, bias=attn_mask, scale=attn.scale, dropout=dropout)
-        merged = attn.norm(out_BhNd.transpose(1, 2).flatten(2))
-        if attn.gate is not None:
+        merged = out_BhNd.transpose(1, 2).flatten(2)
+        if getattr(attn, "norm", None) is not None:
+            merged = attn.norm(merged)
+        if getattr(attn, "gate", None) is not None:
             merged = merged * attn.gate(x_BND).sigmoid()
         return attn.proj_drop(attn.proj(merged)), alpha_BNN
+
+    def real_tokens(self, attn_mask: Tensor | None) -> Tensor | None:
+        """Which tokens are no padding, (B, N), where a mask of attention tells it; None for all."""
+        return None
 
 
 class SparseViTBlock(SparseTimmBlock, Block):
@@ -45,7 +59,8 @@ class SparseViTBlock(SparseTimmBlock, Block):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         attended, alpha_BNN = self._attention(self.norm1(x), attn_mask, is_causal)
         x = x + self.drop_path1(self.ls1(attended))
-        out: Tensor = x + self.drop_path2(self.ls2(self.mix(self.norm2(x), alpha_BNN, attended)))
+        mixed = self.mix(self.norm2(x), alpha_BNN, attended, self.real_tokens(attn_mask))
+        out: Tensor = x + self.drop_path2(self.ls2(mixed))
         return out
 
     def _attention(self, x_BND: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor | None]:
@@ -62,17 +77,26 @@ class Timm(Family):
     attentions: tuple[type[nn.Module], ...]  # those whose weights can be had
 
     def refusal(self, block: Any) -> str | None:
-        known = self.sparse_block.dense_class
+        known = self.sparse_class(block).dense_class
         if type(block) is not known:
             kind = type(block).__name__
-            return f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts"
+            return (
+                f"it is a {kind}, and only timm's sequential pre-norm {known.__name__} has one place for experts; "
+                "choose other blocks with blocks=, or another architecture"
+            )
         mlp: Any = block.mlp
-        if type(mlp) not in (Mlp, GluMlp, SwiGLU):
+        if type(mlp) not in _LINEARS:
             return f"its feed-forward network is a {type(mlp).__name__}; ermoe knows Mlp, GluMlp and SwiGLU"
-        if not isinstance(mlp.norm, nn.Identity):
-            return "its feed-forward network has an inner norm, which experts do not have"
-        if not isinstance(mlp.fc2, nn.Linear):
-            return "its feed-forward network is made of convolutions"
+        if not isinstance(mlp.norm, _INNER_NORMS):
+            return f"its inner norm is a {type(mlp.norm).__name__}; experts have LayerNorm and RMSNorm"
+        for name in ("drop1", "drop2"):
+            if not isinstance(getattr(mlp, name), nn.Dropout):
+                return f"its mlp.{name} is a {type(getattr(mlp, name)).__name__}, not Dropout"
+        for name in _LINEARS[type(mlp)]:
+            if isinstance(getattr(mlp, name), nn.Conv2d):
+                return "its feed-forward network is made of convolutions"
+            if not isinstance(getattr(mlp, name), nn.Linear):
+                return f"mlp.{name} {not_linear(getattr(mlp, name))}"
         if mlp.drop1.p != mlp.drop2.p:
             return "its feed-forward network has two different dropout rates"
         return None
@@ -87,7 +111,9 @@ class Timm(Family):
 
     def ffn(self, block: Any) -> FFN:
         mlp = block.mlp
-        shared: dict[str, Any] = {"act": mlp.act, "norm": block.norm2, "drop": mlp.drop1.p, "down": Linear.of(mlp.fc2)}
+        inner_norm = None if isinstance(mlp.norm, nn.Identity) else mlp.norm
+        shared: dict[str, Any] = {"act": mlp.act, "norm": block.norm2, "inner_norm": inner_norm}
+        shared |= {"drop": mlp.drop1.p, "down": Linear.of(mlp.fc2)}
         kind = type(mlp)
         if kind is SwiGLU:
             return FFN(up=Linear.of(mlp.fc1_x), gate=Linear.of(mlp.fc1_g), **shared)
@@ -99,10 +125,16 @@ class Timm(Family):
         return FFN(up=Linear.of(mlp.fc1), **shared)
 
     def num_tokens(self, model: Any) -> int:
-        return int(model.patch_embed.num_patches + model.num_prefix_tokens)
+        return int(model.patch_embed.num_patches + getattr(model, "num_prefix_tokens", 0))
 
     def image_size(self, model: Any) -> tuple[int, ...]:
         return tuple(model.patch_embed.img_size)
+
+    def channels(self, model: Any) -> int:
+        return int(model.in_chans)
+
+    def unsavable(self, model: Any) -> str | None:
+        return timm_architecture.unsavable(model)
 
     def describe(self, model: Any) -> Json:
         return timm_architecture.describe(model)

@@ -1,0 +1,83 @@
+"""What a feed-forward network does beside its weights, and would no longer do once experts stand in its place.
+
+Experts take over weights. A hook, a forward of a single module's own, an adapter or a parametrization would be lost
+without a word, and outputs with it: so each is refused, by name and with what to do first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ermoe.models.backbones import dense_network
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REWRITTEN = ("weight_g", "weight_orig")  # of torch's weight_norm, spectral_norm and prune
+
+
+def obstacle(block: Any) -> str | None:
+    """Why experts would change what the block does, as the end of a sentence about it; None if they would not."""
+    if "forward" in vars(block):
+        return "it has a forward of its own, which knows nothing of experts; del block.forward first"
+    for path, module in dense_network(block).named_modules():
+        found = _own_ways(module, is_part=bool(path))
+        if found is not None:
+            return f"{f'mlp.{path}' if path else 'its mlp'} {found}"
+    return None
+
+
+def bypassed(attention: nn.Module) -> str | None:
+    """What would no longer be called, because a block whose router needs a context computes attention itself."""
+    remedy = "or use score='prototype' or score='energy', which leave attention to itself"
+    kind = type(attention).__name__
+    if any(getattr(attention, hooks, None) for hooks in _HOOKS):
+        return f"its {kind} has a hook, which would no longer be called; remove it, {remedy}"
+    if "forward" in vars(attention):
+        return f"its {kind} has a forward of its own, which would no longer be called; delete that first, {remedy}"
+    return None
+
+
+def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
+    """What the module does beside its weights, and what to do about it."""
+    if is_parametrized(module):
+        return "is parametrized; merge that first with torch.nn.utils.parametrize.remove_parametrizations"
+    if any(name in {**module._parameters, **module._buffers} for name in _REWRITTEN):
+        return (
+            "computes its weight anew in each pass; merge that first with torch.nn.utils.remove_weight_norm, "
+            "remove_spectral_norm or prune.remove"
+        )
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return "has a hook, which would be lost; remove it, and register it again on the expert layer afterwards"
+    if "forward" in vars(module):
+        return "has a forward of its own, which would be lost; delete that first"
+    if is_part and _is_adapted(module):
+        return not_linear(module)
+    strange = next((p for p in module.parameters(recurse=False) if not _is_plain(p)), None)
+    if strange is not None:
+        return (
+            f"holds its weights as {type(strange).__name__} in {str(strange.dtype).removeprefix('torch.')}; convert "
+            "the model before it is sharded or quantised"
+        )
+    return None
+
+
+def not_linear(module: nn.Module) -> str:
+    """What is wrong with a module that is in the place of a linear layer."""
+    kind = type(module)
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__} and no plain linear layer; merge what was added to it (in peft, "
+        "merge_and_unload), or convert the model before it is adapted or quantised"
+    )
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether it stands for a linear layer and does something else, or is a network of its own."""
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    has_parts = any(True for child in module.children() for _ in child.parameters())
+    return has_parts or (hasattr(module, "in_features") and not is_linear)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
