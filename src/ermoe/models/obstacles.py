@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ermoe.models.backbones import dense_network
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HUGGING_FACE_LISTENS = "transformers.utils.output_capturing"
 _REWRITTEN = ("weight_g", "weight_orig")  # of torch's weight_norm, spectral_norm and prune
 
 
@@ -32,7 +33,7 @@ def bypassed(attention: nn.Module) -> str | None:
     """What would no longer be called, because a block whose router needs a context computes attention itself."""
     remedy = "or use score='prototype' or score='energy', which leave attention to itself"
     kind = type(attention).__name__
-    if any(getattr(attention, hooks, None) for hooks in _HOOKS):
+    if _has_hook(attention):
         return f"its {kind} has a hook, which would no longer be called; remove it, {remedy}"
     if "forward" in vars(attention):
         return f"its {kind} has a forward of its own, which would no longer be called; delete that first, {remedy}"
@@ -48,7 +49,7 @@ def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
             "computes its weight anew in each pass; merge that first with torch.nn.utils.remove_weight_norm, "
             "remove_spectral_norm or prune.remove"
         )
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    if _has_hook(module):
         return "has a hook, which would be lost; remove it, and register it again on the expert layer afterwards"
     if "forward" in vars(module):
         return "has a forward of its own, which would be lost; delete that first"
@@ -61,6 +62,12 @@ def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
             "the model before it is sharded or quantised"
         )
     return None
+
+
+def _has_hook(module: nn.Module) -> bool:
+    """Whether anybody but Hugging Face listens, which itself puts hooks on models that were asked for hidden states."""
+    hooks = [hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values()]
+    return any(getattr(hook, "__module__", None) != _HUGGING_FACE_LISTENS for hook in hooks)
 
 
 def not_linear(module: nn.Module) -> str:
