@@ -76,14 +76,17 @@ def _read_json(path: Path) -> list[Annotation]:
 
 
 def _json(path: Path) -> Any:
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except json.JSONDecodeError as problem:
         raise UserError(
             f"{path} is no valid JSON (line {problem.lineno}: {problem.msg}): copy or download it again"
         ) from problem
-    except RecursionError as problem:
-        raise UserError(f"{path} is nested too deeply for a caption file: name another") from problem
+    except (RecursionError, ValueError) as problem:  # ValueError: a number of thousands of digits
+        raise UserError(
+            f"{path} is nested too deeply, or has numbers too long, for a caption file: name another"
+        ) from problem
 
 
 def _coco(content: dict[str, Any], path: Path) -> list[Annotation]:
@@ -113,6 +116,8 @@ def _plain_list(content: list[Any], path: Path) -> Iterator[_Entry]:
 
 
 def _checked(own: Annotation, path: Path) -> Annotation:
+    if not isinstance(own.split, str):
+        raise UserError(f"{path}: the split of image {own.file} is {own.split!r}, not text; mend the file")
     if not isinstance(own.file, str) or is_broken(own.file):
         raise UserError(f"{path}: the file name of an image is {own.file!r}, not text; mend the file")
     if not own.captions:
@@ -188,5 +193,5 @@ def _texts(cell: str) -> list[str]:
         return [cell]
     try:
         return list(json.loads(cell))
-    except ValueError:
+    except (ValueError, RecursionError):
         return [cell]
