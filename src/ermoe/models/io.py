@@ -278,8 +278,8 @@ def load_state(
     """Copies ``state`` into ``model``. Unless ``strict`` is off, a name, shape or type that does not fit is an error.
 
     A tensor of the wrong shape counts as missing and unexpected at once, and so does one of a type that would lose
-    or invent something, like complex or whole numbers for real ones. Weights that are not numbers, the end of a run that diverged, are
-    refused always.
+    or invent something, like complex or whole numbers for real ones. Weights that are not numbers, the end of a run
+    that diverged, are refused always.
     """
     fitting, fit = _fitting(model, state, source=source, strict=strict, resized=resized)
     own = model.state_dict()
@@ -338,8 +338,7 @@ def _is_castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def _has_numbers(tensor: Tensor, own: Tensor, name: str) -> bool:
     """Whether no value is NaN, and none infinite in the model's precision.
 
-    Only what a module reads with a method of its own, and buffers that are infinite in a new model, such as masks of −∞,
-    may be.
+    Only what a module reads with a method of its own may be, and buffers that are in a new model, like masks of −∞.
     """
     if not tensor.is_floating_point():
         return True

@@ -109,11 +109,10 @@ def _stored(place: Path) -> tuple[str, str | None, str, list[str], Tensor]:
     content = read_object(place / _FILES, anew, limit=LARGEST_TEXT)
     feature_ID = read_checkpoint(place / _FEATURES).get("image")
     made_by, save, root, files = (content.get(name) for name in ("model", "save", "root", "files"))
-    names = files if isinstance(files, list) else [None]
-    is_whole = all(isinstance(text, str) for text in (made_by, root, *names)) and isinstance(save, str | None)
-    if not is_whole or feature_ID is None or feature_ID.dtype != torch.float32:
+    texts = [made_by, root, "" if save is None else save, *(files if isinstance(files, list) else [None])]
+    if not all(isinstance(text, str) for text in texts) or feature_ID is None or feature_ID.dtype != torch.float32:
         raise UserError(f"{place} is damaged: {anew}")
-    return made_by, save, root, names, feature_ID
+    return str(made_by), save, str(root), texts[3:], feature_ID
 
 
 def image_files(root: Path, files: list[str]) -> Images:

@@ -93,7 +93,9 @@ class RunFolder:
             yield
 
     def open(self, config: Json, resume: str, group: Processes, *, beside: Json | None = None) -> bool:
-        """Claims the folder, which must be `locked`, for ``config``; True if there is a checkpoint to go on from. Called on every process.
+        """Claims the folder, which is `locked`, for ``config``; True if there is a checkpoint to go on from.
+
+        Called on every process.
 
         ``beside`` holds files that belong to the run as config.json does, by name, such as the names of its classes.
         """
