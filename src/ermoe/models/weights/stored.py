@@ -36,8 +36,8 @@ _TYPES = {
 }  # fmt: skip
 _LARGEST_RATIO, _ALWAYS_FINE = 20, 2**26
 """Weights hardly shrink when they are packed: an archive that unpacks to more than this times its size is a trap."""
-_FEW_TENSORS, _FEW_VALUES, _SMALL = 4000, 2**26, 2**16
-"""What a model may be made of beside its weights, and without any; and what no number of a small model exceeds."""
+_FEW_TENSORS, _MANY_TENSORS, _FEW_VALUES, _SMALL = 500, 4000, 2**26, 2**16
+"""Tensors that a model may have beside its weights, and without any; values; and what no usual number exceeds."""
 
 
 class Declared(NamedTuple):
@@ -71,7 +71,8 @@ def no_larger_than(weights: Mapping[str, Tensor], path: Path) -> Iterator[None]:
     A configuration of a few bytes can ask for a million blocks: numbers are checked where they become parts of a model,
     whatever they are called and wherever they stand. ``path`` is the configuration, for the message.
     """
-    most_tensors = _FEW_TENSORS + 4 * len(weights)  # feed-forward networks are built before experts replace them
+    # Feed-forward networks are built before experts replace them.
+    most_tensors = _FEW_TENSORS + 4 * len(weights) if weights else _MANY_TENSORS
     most_values = _FEW_VALUES + 8 * sum(tensor.numel() for tensor in weights.values())
     num_tensors, num_values, builder = 0, 0, threading.get_ident()
 

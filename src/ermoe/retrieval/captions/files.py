@@ -181,7 +181,7 @@ def _columns(header: list[str], path: Path) -> tuple[_Columns, bool]:
     caption = next((names.index(name) for name in _CAPTION if name in names), None)
     if file is None or caption is None:
         raise UserError(
-            f"{path} has the columns {', '.join(names)}: need one of {', '.join(_FILE)}, and one of "
+            f"{path} has the columns {', '.join(names)[:200]}: need one of {', '.join(_FILE)}, and one of "
             f"{', '.join(_CAPTION)}"
         )
     return _Columns(file, caption, names.index("split") if "split" in names else None, len(names)), True
