@@ -137,7 +137,8 @@ def _check_labels(summary: str, classes: list[str], label_N: Tensor) -> None:
     if len(label_N) == 0:
         raise UserError(f"{summary}: there are no images in it; look at the path")
     if len(classes) < 2:
-        raise UserError(f"{summary}: there is only one class, {classes[0]!r}; classification needs at least two")
+        only = f"only one class, {classes[0]!r}" if classes else "no class"
+        raise UserError(f"{summary}: there is {only}; classification needs at least two")
     low, high = int(label_N.min()), int(label_N.max())
     if low < 0 or high >= len(classes):
         bad = high if high >= len(classes) else low
