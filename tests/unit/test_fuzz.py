@@ -3,11 +3,9 @@
 A few examples each, always the same; with ERMOE_FUZZ_SECONDS=120 in the environment, others for two minutes each.
 """
 
-import hashlib
 import itertools
 import os
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -103,18 +101,6 @@ def _all(folder, *splits):
 def cifar(folder):
     pictures.cifar10(folder, num_train=2, num_test=2)
     return lambda: _all(folder, "test")
-
-
-@reader("cifar-10-batches-py/test_batch", "cifar-10-batches-py/batches.meta")
-def cifar_pickled(folder):
-    place = pictures.cifar10_pickled(folder)
-
-    def read():  # as if the checksums of what is there were those that are published
-        sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in place.iterdir()}
-        with mock.patch("ermoe.data.cifar.published_checksums", return_value=sums):
-            _all(folder, "test")
-
-    return read
 
 
 @reader("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

@@ -70,7 +70,7 @@ def _read_json(path: Path) -> list[Annotation]:
             )
     except UserError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as problem:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
         raise UserError(f"{path}: an entry lacks {problem}; it is no caption file, or a damaged one") from problem
     return [_checked(own, path) for own in listed]
 
