@@ -5,16 +5,25 @@ Nothing here imports torch, so that help appears at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import tyro
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from ermoe.errors import UserError
+from ermoe.errors import UserError, harmless
 
 Typed = TypeVar("Typed", bound="Command")
 _OPTIONS = (tyro.conf.OmitArgPrefixes,)
+
+
+class Terminal(Console):
+    """A console that shows whatever a name holds, and does nothing else with it: no colours, titles or clipboards."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
 
 class Command(Protocol):
@@ -30,7 +39,7 @@ class Command(Protocol):
 def say(console: Console | None, text: object) -> None:
     """Prints plain text: names of files are no markup, numbers get no colours, long lines are left to the terminal."""
     if console is not None:
-        console.print(str(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        console.print(harmless(str(text)), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def run_command(commands: Mapping[str, type[Command]], argv: list[str], *, prog: str, description: str) -> None:
@@ -39,7 +48,7 @@ def run_command(commands: Mapping[str, type[Command]], argv: list[str], *, prog:
     if kind is None:  # help, or a name that does not exist: tyro says which there are
         tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, description=description, args=argv)
         return
-    parse_command(kind, argv[1:], prog=f"{prog} {argv[0]}")(Console())
+    parse_command(kind, argv[1:], prog=f"{prog} {argv[0]}")(Terminal())
 
 
 def parse_command(kind: type[Command], argv: list[str], *, prog: str) -> Command:

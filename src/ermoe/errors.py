@@ -1,15 +1,38 @@
-"""The one exception that means: the user can mend this."""
+"""The one exception that means: the user can mend this; and text that does nothing to a terminal but appear."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
+# Control characters, of which terminals make colours, titles and clipboards; marks that turn the direction of writing
+# round; and halves of characters, which no terminal can show. Names of files may hold all of them.
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    r"""A text with everything but letters, tabs and ends of lines written as escapes; a byte that is no UTF-8 too.
+
+    >>> print(harmless("\x1b[31mred"), harmless("menu\udce9.png"))
+    \x1b[31mred menu\xe9.png
+    """
+    return _HARMFUL.sub(_escaped, text)
+
+
+def _escaped(letter: re.Match[str]) -> str:
+    code = ord(letter[0])
+    code = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code  # a byte, as Python keeps it in names of files
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
 
 class UserError(ValueError):
     """A mistake a person can correct. The command line prints its one sentence and exits with code 2."""
+
+    def __str__(self) -> str:
+        return harmless(super().__str__())
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from ermoe.errors import UserError
+from ermoe.errors import UserError, harmless
 
 Json = dict[str, Any]
 """An object as JSON has it: text, numbers, truth values, None, and lists and objects of these."""
@@ -31,6 +31,12 @@ Settings = TypeVar("Settings")
 StrPath = str | os.PathLike[str]
 """What names a file or folder."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+LARGEST_DATA, LARGEST_TEXT, LARGEST_JSON = 2**30, 2**28, 2**24
+"""Bytes of a file that is read whole, unpacked: of a data set, a table or list, and settings."""
+_COPY = "look at its permissions, or copy it again"
+_PORTION = 2**20
+_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+_LONGEST_NAME = 200
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}(\.\w+)?")
 
 
@@ -60,12 +66,13 @@ def replacing(path: StrPath) -> Iterator[Path]:
     ('whole', 1)
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name a file")
     except OSError as problem:
-        raise UserError(f"{path.parent} cannot be a folder: {problem.strerror}; choose another place") from problem
+        place = printable(path if problem.filename == str(path) else path.parent)
+        raise UserError(f"{place} cannot be a folder: {problem.strerror}; choose another place") from problem
     # The suffix stays, because some writers choose the format by it.
     draft = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
@@ -152,28 +159,70 @@ def cache_folder(name: str) -> Path:
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ermoe") / name
 
 
-def read_bytes(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> bytes:
-    """What a file holds, unpacked if its name ends in .gz."""
+def file_size(path: StrPath, remedy: str = _COPY) -> int:
+    """Bytes of a plain file; anything else is refused, for reading a pipe, a socket or a device may never end."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError) as problem:
+        raise _unreadable(path, problem, remedy) from problem
+    if not stat.S_ISREG(state.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(state.st_mode)), "a device")
+        raise UserError(f"{printable(path)} is {kind}, not a file: {remedy}")
+    return state.st_size
+
+
+def read_bytes(path: StrPath, remedy: str = _COPY, *, limit: int = LARGEST_DATA) -> bytes:
+    """What a file holds, unpacked if its name ends in .gz; at most ``limit`` bytes."""
+    is_small = file_size(path, remedy) <= limit
+    data = read_start(path, limit + 1, remedy) if is_small else b""
+    if not is_small or len(data) > limit:
+        raise UserError(f"{printable(path)} is too large: it holds more than {limit / 2**20:,.0f} MB; {remedy}")
+    return data
+
+
+def read_start(path: StrPath, size: int, remedy: str = _COPY) -> bytes:
+    """The first ``size`` bytes of a file, or all it has, unpacked if its name ends in .gz."""
     path = Path(path)
+    there = file_size(path, remedy)
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        with path.open("rb") as file:
+            return _unpacked(file, size) if path.suffix == ".gz" else file.read(min(size, there))
     except (OSError, EOFError, zlib.error) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"{printable(path)} cannot be read: {reason}; {remedy}") from problem
+        raise _unreadable(path, problem, remedy) from problem
 
 
-def read_text(path: StrPath, remedy: str = "look at its permissions, or copy it again") -> str:
+def _unpacked(packed: BinaryIO, size: int) -> bytes:
+    """No more than was asked for, of a file that may unpack to a thousand times its own size."""
+    portions = []
+    with gzip.open(packed) as unpacked:
+        while size > 0 and (portion := unpacked.read(min(size, _PORTION))):
+            portions.append(portion)
+            size -= len(portion)
+    return b"".join(portions)
+
+
+def _unreadable(path: StrPath, problem: Exception, remedy: str) -> UserError:
+    reason = getattr(problem, "strerror", None) or problem
+    return UserError(f"{printable(path)} cannot be read: {reason}; {remedy}")
+
+
+def read_text(path: StrPath, remedy: str = _COPY, *, limit: int = LARGEST_TEXT) -> str:
     """The text of a file, gzipped or not."""
-    data = read_bytes(path, remedy)
+    data = read_bytes(path, remedy, limit=limit)
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        line = data.count(b"\n", 0, problem.start) + 1
-        raise UserError(
-            f"{printable(path)} is not UTF-8 text: byte {problem.start}, in line {line}, is "
-            f"0x{data[problem.start]:02x}; convert it, for example with iconv -f latin1 -t utf-8"
-        ) from problem
+        start, reason = problem.start, f"is 0x{data[problem.start]:02x}"
+    else:
+        if "\0" not in text:
+            return text
+        start, reason = data.index(b"\0"), "is 0, as in UTF-16 and in no text"
+    line = data.count(b"\n", 0, start) + 1
+    encoding = "utf-16" if b"\0" in data[:_PORTION] else "latin1"
+    raise UserError(
+        f"{printable(path)} is not UTF-8 text: byte {start}, in line {line}, {reason}; convert it, for example with "
+        f"iconv -f {encoding} -t utf-8"
+    )
 
 
 @contextmanager
@@ -184,10 +233,7 @@ def naming_what_cannot_be_read() -> Iterator[None]:
     except OSError as problem:
         if problem.filename is None:
             raise
-        refused = printable(problem.filename)
-        raise UserError(
-            f"{refused} cannot be read: {problem.strerror}; look at the path and its permissions"
-        ) from problem
+        raise _unreadable(problem.filename, problem, "look at the path and its permissions") from problem
 
 
 def is_hidden(path: Path, below: Path | None = None) -> bool:
@@ -203,12 +249,26 @@ def is_hidden(path: Path, below: Path | None = None) -> bool:
 
 
 def printable(path: StrPath) -> str:
-    r"""A path for messages: bytes of its name that are not UTF-8, which no terminal can show, as escapes.
+    r"""A path for messages: what no terminal should be sent as escapes, and the middle of a very long one left out.
 
     >>> print(printable(os.fsdecode(b"menu\xe9.png")))
     menu\xe9.png
     """
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    text = os.fspath(path)
+    if len(text) > 2 * _LONGEST_NAME:
+        text = f"{text[:_LONGEST_NAME]}…{text[-_LONGEST_NAME:]}"
+    return harmless(text).replace("\t", "\\t").replace("\n", "\\n")
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a text of a table or a configuration can name a file or a folder, here and nowhere else.
+
+    >>> is_plain_name("fold-0"), is_plain_name("../fold-0"), is_plain_name(""), is_plain_name("a" * 300)
+    (True, False, False, False)
+    """
+    if not isinstance(name, str) or not 0 < len(os.fsencode(name)) <= _LONGEST_NAME:
+        return False
+    return name not in (".", "..") and not set("/\\") & set(name) and printable(name) == name
 
 
 def write_json(path: StrPath, content: Any) -> None:
@@ -217,13 +277,21 @@ def write_json(path: StrPath, content: Any) -> None:
         draft.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: StrPath, remedy: str) -> Any:
+def read_json(path: StrPath, remedy: str, *, limit: int = LARGEST_JSON) -> Any:
     """What a file of JSON holds; one that cannot be read or is no JSON is named, with what to do about it."""
+    text = read_text(path, remedy, limit=limit)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
-        raise UserError(f"{path} cannot be read: {reason}; {remedy}") from problem
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"{printable(path)} cannot be read: it is damaged; {remedy}") from problem
+
+
+def read_object(path: StrPath, remedy: str, *, limit: int = LARGEST_JSON) -> Json:
+    """The same of a file that must hold an object."""
+    content = read_json(path, remedy, limit=limit)
+    if not isinstance(content, dict):
+        raise UserError(f"{printable(path)} is damaged: it holds no object; {remedy}")
+    return content
 
 
 def to_json(value: Any) -> Any:

@@ -6,10 +6,10 @@ Text goes in as text and is escaped here; whatever is markup already is a `Marku
 from __future__ import annotations
 
 import base64
+import html
 import io
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,10 +20,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ermoe._version import __version__
+from ermoe.errors import harmless
 from ermoe.files import StrPath, replacing
 
 Markup = NewType("Markup", str)
 """HTML that is safe to put on the page as it is."""
+
+
+def escape(text: str) -> str:
+    """Text as it is to appear on a page, whatever it holds."""
+    return html.escape(harmless(text))
 
 
 class Page:

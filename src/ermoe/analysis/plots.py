@@ -29,6 +29,7 @@ _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072
 _MAX_NUMBERED_CELLS = 200
 _MOST_NAMED = 8
 _MAPS_A_ROW = 3
+_LONGEST_NAME = 40
 
 
 def style() -> AbstractContextManager[None]:
@@ -114,7 +115,7 @@ def draw_class_map(axes: Axes, share_CE: NDArray[np.float64], class_names: Seque
     highest = max(float(np.nanmax(share_CE, initial=0)), 2 / num_experts)
     axes.imshow(share_CE, cmap=_HEAT, vmin=0, vmax=highest, aspect="auto", interpolation="none")
     step = max(1, -(-num_classes // 30))
-    axes.set_yticks(range(0, num_classes, step), list(class_names)[::step])
+    axes.set_yticks(range(0, num_classes, step), [name[:_LONGEST_NAME] for name in class_names[::step]])
     axes.set_xticks(range(0, num_experts, max(1, num_experts // 16)))
     axes.set_xlabel("expert")
     axes.tick_params(length=0)

@@ -118,8 +118,14 @@ def learn_phantoms(recipe: BrainRecipe, head: AgeHead, archive: Archive, compute
     )
     own = replace(recipe, training=training)
     folder = archive.folder / "pretrained" / f"{recipe.method}-seed{training.seed}-{_fingerprint(own, head)}"
-    if is_learnt(folder):
-        return load(RunFolder(folder).final, device=compute.device)
+    with RunFolder(folder).locked(compute.group, wait=True):  # several runs may share an archive
+        if is_learnt(folder):
+            return load(RunFolder(folder).final, device=compute.device)
+        return _learn_phantoms(own, head, folder, archive, compute)
+
+
+def _learn_phantoms(recipe: BrainRecipe, head: AgeHead, folder: Path, archive: Archive, compute: Compute) -> nn.Module:
+    phantoms, seed = recipe.phantoms, recipe.training.seed
     scans = phantom_scans(recipe, archive, compute)
     compute.say(f"learning {len(scans)} phantoms, kept in {folder}")
     whole = ScanSet(
@@ -127,15 +133,15 @@ def learn_phantoms(recipe: BrainRecipe, head: AgeHead, archive: Archive, compute
         scans,
         recipe.input,
         augmentation=recipe.augmentation,
-        seed=training.seed,
+        seed=seed,
         variants=phantoms.variants if recipe.variants else 0,
     )
-    network = start(own, head, "random", archive, compute, whole.ages())
+    network = start(recipe, head, "random", archive, compute, whole.ages())
     if recipe.has_experts and recipe.warm_start_epochs:
         regions = Lesson(network, head, replace(whole, regions=True))
-        network = learn_regions(own, regions, folder / "warm-start", compute)
-        own = own.after_warm_start()
-    return learn(own, Lesson(network, head, whole), folder, compute)
+        network = learn_regions(recipe, regions, folder / "warm-start", compute)
+        recipe = recipe.after_warm_start()
+    return learn(recipe, Lesson(network, head, whole), folder, compute)
 
 
 def _fingerprint(recipe: BrainRecipe, head: AgeHead) -> str:

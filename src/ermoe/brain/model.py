@@ -27,7 +27,7 @@ from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
 from ermoe.brain.inputs import network_input, voxels
 from ermoe.errors import UserError
-from ermoe.files import Json, from_json, read_json, to_json, write_json
+from ermoe.files import LARGEST_TEXT, Json, from_json, is_plain_name, read_object, to_json, write_json
 from ermoe.models.io import load, save
 from ermoe.train.loader import Request, prepared
 from ermoe.train.run_folder import RunFolder
@@ -36,6 +36,7 @@ _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
 _FORMAT = 3
+_AGAIN = "train the model again, or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,32 @@ class BrainAgeModel:
         folder = run.final if run.config.is_file() else run.folder
         source = folder / _DESCRIPTION
         stored = _read(source)
+        folds = stored.pop("folds", None)
+        if not isinstance(folds, list) or not folds or not all(map(is_plain_name, folds)):
+            raise UserError(f"{source} names no folds in this folder: {_AGAIN}")
+        networks = {name: load(folder / name, device=device).eval() for name in folds}
+        try:
+            return cls._described(stored, networks, str(source))
+        except UserError:
+            raise
+        except Exception as problem:  # whatever its parts make of values that they did not expect
+            raise UserError(f"{source} is damaged ({type(problem).__name__}: {problem}); {_AGAIN}") from problem
+
+    @classmethod
+    def _described(cls, stored: Json, networks: Mapping[str, nn.Module], source: str) -> BrainAgeModel:
+        """The model of a description and its networks."""
         for name in ("format", "ermoe_version"):
             del stored[name]
-        stored["networks"] = {name: load(folder / name, device=device).eval() for name in stored.pop("folds")}
-        stored["head"] = stored_head(stored["head"], source=str(source))
+        stored["head"] = stored_head(stored["head"], source=source)
         stored["calibration"] = _with_lines(stored["calibration"])
         stored["calibration_of_fold"] = {fold: _with_lines(own) for fold, own in stored["calibration_of_fold"].items()}
-        return from_json(cls, stored, source=str(source))
+        model = from_json(cls, {**stored, "networks": networks}, source=source)
+        outputs = {name: int(getattr(network, "num_classes", 0)) for name, network in networks.items()}
+        if odd := [name for name, number in outputs.items() if number != model.head.num_outputs]:
+            raise UserError(f"{source} reads {model.head.num_outputs} outputs, and {odd[0]} has others: {_AGAIN}")
+        if any(len(parts) != len(networks) for parts in model.parts.values()):
+            raise UserError(f"{source} lists people without a part in each of its {len(networks)} folds: {_AGAIN}")
+        return model
 
 
 def _lines(calibration: AgeCalibration | None) -> Json | None:
@@ -157,7 +177,7 @@ def _with_lines(lines: Json | None) -> Json | None:
 def _read(path: Path) -> Json:
     if not path.is_file():
         raise UserError(f"{path.parent} holds no brain-age model: name a run of `ermoe brain train` that is finished")
-    description: Json = read_json(path, "train the model again, or copy it again")
+    description = read_object(path, _AGAIN, limit=LARGEST_TEXT)  # people are listed in it
     if description.get("format") != _FORMAT:
         raise UserError(f"{path} has format {description.get('format')}, this version reads {_FORMAT}: train it again")
     return description

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, fit_temperature
@@ -21,6 +21,7 @@ from ermoe.brain.data.splits import Splits
 from ermoe.brain.metrics import Array
 from ermoe.errors import UserError
 from ermoe.files import replacing
+from ermoe.models.weights.stored import declared, read_checkpoint
 
 _CALIBRATION_FITS = ("held-out", "train")
 _Basis = Sequence[tuple[int, NDArray[np.int64]]]
@@ -44,16 +45,16 @@ class Outputs:
     @classmethod
     def load(cls, path: Path, scans: Sequence[Scan], splits: Splits, head: AgeHead) -> Outputs:
         """What `save` wrote, for the same scans."""
-        from safetensors import safe_open
-
         if not path.is_file():
             raise UserError(f"{path} is missing: the run is not finished; start `ermoe brain train` again, it goes on")
-        with safe_open(path, framework="pt") as stored:
-            keys = (stored.metadata() or {}).get("keys", "").split("\n")
+        stored = declared(path)
+        keys = stored.notes.get("keys", "").split("\n")
+        if getattr(stored.tensors.get("output_FNK"), "shape", None) != (splits.num_folds, len(keys), head.num_outputs):
+            raise UserError(f"{path} does not belong to this run: start `ermoe brain train` again, it goes on")
         known = {scan.key: scan for scan in scans}
         if lost := [key for key in keys if key not in known]:
             raise UserError(f"{len(lost)} scans of the run are no longer in the data, {lost[0]} for one: restore them")
-        return cls([known[key] for key in keys], splits, head, load_file(path)["output_FNK"])
+        return cls([known[key] for key in keys], splits, head, read_checkpoint(path)["output_FNK"])
 
     @property
     def keys(self) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ermoe.brain.ages import AgeHead
 from ermoe.brain.batches import ScanSet, every_scan
@@ -27,6 +26,7 @@ from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
+from ermoe.console import Terminal
 from ermoe.errors import UserError
 from ermoe.files import Json, to_json
 from ermoe.train.compute import Compute
@@ -79,21 +79,39 @@ def train(
     compute = _speaking(compute)
     changes |= {} if method is None else {"method": method}
     chosen = recipe(preset, **changes) if isinstance(preset, str) else changed(preset, changes)
-    path, run, archive = os.path.abspath(data), RunFolder(Path(folder)), Archive.at(cache)
+    path, run = os.path.abspath(data), RunFolder(Path(folder))
     options = cohort_options if isinstance(cohort_options, CohortOptions) else CohortOptions(**(cohort_options or {}))
-    scans = _trainable(open_cohort(path, options), compute, chosen.preprocessing if check else None)
     config = {
         "task": "brain age",
         "data": {"path": path, **_unusual(options)},
-        "scans_and_ages": state_of(scans),
         "init": init,
         "split": {"kind": split, "folds": folds, "seed": fold_seed},
         "calibration_fit": calibration_fit,
         "recipe": to_json(chosen),
     }
-    _check_resume(run, resume)
-    run.open(config, "auto", compute.group)
-    splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
+    with run.locked(compute.group):
+        scans = _trainable(open_cohort(path, options), compute, chosen.preprocessing if check else None)
+        _check_resume(run, resume)
+        run.open({**config, "scans_and_ages": state_of(scans)}, "auto", compute.group)
+        splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
+        results, networks, mask_sources = _learn_all(run, chosen, scans, splits, init, Archive.at(cache), compute)
+        model = _model(networks, results, chosen, mask_sources, calibration_fit, Path(path).name, init)
+        if compute.group.is_main:
+            results.save(run.folder / "outputs.safetensors")
+            model.save(run.final)
+    return model
+
+
+def _learn_all(
+    run: RunFolder,
+    chosen: BrainRecipe,
+    scans: list[Scan],
+    splits: Splits,
+    init: str,
+    archive: Archive,
+    compute: Compute,
+) -> tuple[Outputs, dict[str, torch.nn.Module], tuple[str, ...]]:
+    """What the networks of all folds answer for all scans, the networks, and where masks came from."""
     head = age_head(chosen, [scan.age for scan in scans if scan.age is not None])
     volumes = archive.volumes(chosen.preprocessing)
     mask_sources = _prepare(volumes, scans, compute)
@@ -103,17 +121,12 @@ def train(
         own = _Fold(chosen, head, everybody, splits, fold, init)
         networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
         outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
-    results = Outputs(scans, splits, head, torch.stack(outputs))
-    model = _model(networks, results, chosen, mask_sources, calibration_fit, Path(path).name, init)
-    if compute.group.is_main:
-        results.save(run.folder / "outputs.safetensors")
-        model.save(run.final)
-    return model
+    return Outputs(scans, splits, head, torch.stack(outputs)), networks, mask_sources
 
 
 def _speaking(compute: Compute) -> Compute:
     """With a console: what is wrong with the data should be read, also by those who call from Python."""
-    return compute if compute.console is not None else replace(compute, console=Console(stderr=True))
+    return compute if compute.console is not None else replace(compute, console=Terminal(stderr=True))
 
 
 def _unusual(options: CohortOptions) -> Json:

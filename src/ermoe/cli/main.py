@@ -11,12 +11,10 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 
-from rich.console import Console
-
 from ermoe import cpu
 from ermoe._version import __version__
-from ermoe.console import parse_command, run_command
-from ermoe.errors import UserError, unknown_name
+from ermoe.console import Terminal, parse_command, run_command
+from ermoe.errors import UserError, harmless, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": (
@@ -57,6 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as mistake:
         print(f"ermoe: {mistake}", file=sys.stderr)
         return MISTAKEN
+    except OSError as problem:
+        if problem.filename is None:  # nothing a person could look at
+            raise
+        print(f"ermoe: {harmless(str(problem.filename)[:200])}: {problem.strerror}; look at the path", file=sys.stderr)
+        return MISTAKEN
     except KeyboardInterrupt:
         print("\nermoe: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -80,7 +83,7 @@ def _dispatch(argv: list[str]) -> int:
     if isinstance(command, Mapping):
         run_command(command, rest, prog=f"ermoe {name}", description=purpose)
     elif isinstance(command, type):
-        parse_command(command, rest, prog=f"ermoe {name}")(Console())
+        parse_command(command, rest, prog=f"ermoe {name}")(Terminal())
     else:
         command(rest)
     return 0

@@ -92,11 +92,16 @@ def _binary(file: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
 def _pickled(folder: Path, release: _Release, split: str) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
     checksums = published_checksums(release.title)
     names = release.train if split == "train" else (release.test,)
-    batches = [_load_checked(folder / name, checksums) for name in names]
-    meta = _load_checked(folder / release.meta, checksums)
-    pixels = [np.asarray(batch[b"data"], np.uint8) for batch in batches]
-    labels = [np.asarray(batch[release.label_key.encode()]) for batch in batches]
-    return pixels, labels, [name.decode() for name in meta[release.names_key.encode()]]
+    try:
+        batches = [_load_checked(folder / name, checksums) for name in names]
+        meta = _load_checked(folder / release.meta, checksums)
+        pixels = [np.asarray(batch[b"data"], np.uint8).reshape(-1, _PIXELS) for batch in batches]
+        labels = [np.asarray(batch[release.label_key.encode()], np.uint8).reshape(-1) for batch in batches]
+        return pixels, labels, [name.decode() for name in meta[release.names_key.encode()]]
+    except UserError:
+        raise
+    except Exception as problem:  # of a file that was made to have a published checksum
+        raise UserError(f"{folder} is damaged: use the binary release of the set instead") from problem
 
 
 def published_checksums(title: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ converted, transparent pixels show white, and the orientation that a camera note
 from __future__ import annotations
 
 import io
+import warnings
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from ermoe.errors import UserError
 # The content decides, whatever a file is called: among all that PIL knows are formats that start another program
 # (PostScript) or were never meant to be read from strangers.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+LARGEST_IMAGE = 2**28
+"""Bytes of an image file."""
+_MOST_PIXELS = 2**26  # of which a few bytes can declare any number
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # PIL's own limit is higher
 
 
 def decode(data: bytes, name: str) -> Tensor:
@@ -31,7 +36,7 @@ def decode(data: bytes, name: str) -> Tensor:
     if not data:
         raise UserError(f"{name} is empty (0 bytes): replace or remove it")
     try:
-        image = _rgb(Image.open(io.BytesIO(data), formats=_FORMATS), name)
+        image = _rgb(open_image(data, name), name)
     except UserError:
         raise
     except UnidentifiedImageError as problem:
@@ -42,6 +47,17 @@ def decode(data: bytes, name: str) -> Tensor:
     except Exception as problem:  # decoders of damaged files raise nearly everything: OSError, SyntaxError, EOFError, …
         raise UserError(f"{name} cannot be decoded: {problem}; replace or remove it") from problem
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def open_image(data: bytes, name: str) -> Image.Image:
+    """The image of a file in one of the formats that may come from anywhere, not decoded yet; the one place for it."""
+    image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    width, height = image.size
+    if width * height > _MOST_PIXELS:
+        raise UserError(
+            f"{name} has {width:,} × {height:,} pixels, more than {_MOST_PIXELS / 1e6:.0f} million: scale it down first"
+        )
+    return image
 
 
 def _rgb(image: Image.Image, name: str) -> Image.Image:

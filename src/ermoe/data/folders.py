@@ -15,7 +15,7 @@ import torch
 
 from ermoe.data.images import ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import naming_what_cannot_be_read, printable, read_text
+from ermoe.files import is_plain_name, naming_what_cannot_be_read, read_text
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SPLIT_NAMES = {"train": ("train", "training"), "test": ("val", "validation", "valid", "test")}
@@ -97,14 +97,16 @@ def read_tiny_imagenet(root: Path, split: str) -> ImagesInFiles:
     classes = read_text(root / "wnids.txt").split()
     listing = _Listing()
     if split == "train":
+        if odd := next((wnid for wnid in classes if not is_plain_name(wnid)), None):
+            raise UserError(f"wnids.txt of {root} has the class {odd!r}, which no folder is called: unpack it again")
         for wnid in classes:
             listing.add(root, root / "train" / wnid / "images", wnid)
     else:
-        table = root / "val" / "val_annotations.txt"
+        table, known = root / "val" / "val_annotations.txt", set(classes)
         for number, line in enumerate(read_text(table).splitlines(), 1):
             name, _, rest = line.partition("\t")
             wnid = rest.partition("\t")[0]
-            if wnid not in classes:
+            if wnid not in known:
                 raise UserError(
                     f"line {number} of {table} gives {name} the class {wnid!r}, which wnids.txt does not have: unpack "
                     "the archive again"
@@ -121,8 +123,8 @@ def _images(root: Path, split: str, classes: list[str], listing: _Listing, summa
     summary += f", {empty} of them without images here" if empty and paths else ""
     summary += f"; {listing.num_others} other files ignored" if listing.num_others else ""
     summary += f"; {listing.num_broken_links} broken links ignored" if listing.num_broken_links else ""
-    shown, label_N = [printable(name) for name in classes], torch.tensor(label).long()
-    return ImagesInFiles(root, paths, summary=summary, split=split, classes=shown, label_N=label_N)
+    label_N = torch.tensor(label).long()
+    return ImagesInFiles(root, paths, summary=summary, split=split, classes=classes, label_N=label_N)
 
 
 def _split_folder(root: Path, split: str) -> Path | None:

@@ -10,7 +10,7 @@ import torch
 
 from ermoe.data.images import ImagesInMemory
 from ermoe.errors import UserError
-from ermoe.files import read_bytes
+from ermoe.files import LARGEST_DATA, read_start
 
 _PARTS = {"train": "train", "test": "t10k"}
 _FASHION = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
@@ -55,13 +55,17 @@ def _required(folder: Path, split: str, kind: str) -> Path:
 
 def _array(file: Path, dims: int) -> np.ndarray:
     """Two zero bytes, the type (8: bytes), the number of axes; the axes' lengths, big-endian; the values."""
-    data, head = read_bytes(file, "download it again"), 4 + 4 * dims
-    if data[:4] != bytes([0, 0, 8, dims]):
+    head = 4 + 4 * dims
+    start = read_start(file, head, "download it again")
+    if start[:4] != bytes([0, 0, 8, dims]):
         raise UserError(f"{file} is no idx file of bytes with {dims} axes: download it again")
-    if len(data) < head:
-        raise UserError(f"{file} is truncated, {len(data)} of the {head} bytes of its header: download it again")
-    shape = np.frombuffer(data, ">u4", dims, offset=4).tolist()
+    if len(start) < head:
+        raise UserError(f"{file} is truncated, {len(start)} of the {head} bytes of its header: download it again")
+    shape = np.frombuffer(start, ">u4", dims, offset=4).tolist()
     expected = head + math.prod(shape)
+    if expected > LARGEST_DATA:
+        raise UserError(f"{file} says it has {expected:,} bytes, more than fit into the memory: download it again")
+    data = read_start(file, expected + 1, "download it again")
     if len(data) != expected:
         raise UserError(f"{file} is truncated, {len(data):,} of {expected:,} bytes: download it again")
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape).copy()

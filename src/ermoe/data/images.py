@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ermoe.data.decode import decode
+from ermoe.data.decode import LARGEST_IMAGE, decode
 from ermoe.errors import UserError
 from ermoe.files import StrPath, naming_what_cannot_be_read, printable, read_bytes
 
@@ -39,6 +39,7 @@ class Images(ABC):
     label_N: Tensor
 
     def __post_init__(self) -> None:
+        self.classes = [printable(name) for name in self.classes]  # they are shown in terminals, plots and pages
         _check_labels(self.summary, self.classes, self.label_N)
 
     def __len__(self) -> int:
@@ -103,7 +104,7 @@ class ImagesInFiles(Images):
         return printable(self._path(index))
 
     def read(self, index: int) -> Tensor:
-        return decode(read_bytes(self._path(index), "mend or remove it"), self.name(index))
+        return decode(read_bytes(self._path(index), "mend or remove it", limit=LARGEST_IMAGE), self.name(index))
 
     def _path(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self._path_N[index]))
@@ -136,7 +137,8 @@ def _check_labels(summary: str, classes: list[str], label_N: Tensor) -> None:
     if len(label_N) == 0:
         raise UserError(f"{summary}: there are no images in it; look at the path")
     if len(classes) < 2:
-        raise UserError(f"{summary}: there is only one class, {classes[0]!r}; classification needs at least two")
+        only = f"only one class, {classes[0]!r}" if classes else "no class"
+        raise UserError(f"{summary}: there is {only}; classification needs at least two")
     low, high = int(label_N.min()), int(label_N.max())
     if low < 0 or high >= len(classes):
         bad = high if high >= len(classes) else low

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ermoe.data.decode import decode
+from ermoe.data.decode import LARGEST_IMAGE, decode
 from ermoe.data.folders import SPLIT_NAMES, SUFFIXES
 from ermoe.data.images import Images
 from ermoe.errors import UserError
-from ermoe.files import read_text
+from ermoe.files import file_size, read_text
+
+_LARGEST_BESIDE = 2**20
+_MOST_CLASSES = 2**20
+_MEND = "mend or replace it"
 
 
 class Pair(NamedTuple):
@@ -97,9 +101,10 @@ def pairs(shard: Path, suffix: str) -> list[Pair]:
     """
     images: dict[str, tuple[int, int]] = {}
     beside: dict[str, bytes] = {}
+    whole = file_size(shard, _MEND)
     try:
         with tarfile.open(shard, "r:") as tar:
-            for member in tar:
+            for member in _members(tar, shard, whole):
                 folder, slash, name = member.name.removeprefix("./").rpartition("/")
                 stem, _, ending = name.partition(".")
                 key = f"{folder}{slash}{stem}"
@@ -114,7 +119,9 @@ def pairs(shard: Path, suffix: str) -> list[Pair]:
                 elif ending == suffix and (file := tar.extractfile(member)) is not None:
                     beside[key] = file.read()
             _check_end(tar, shard)
-    except (tarfile.TarError, OSError) as problem:
+    except (tarfile.TarError, OSError, ValueError, RecursionError, OverflowError) as problem:
+        if isinstance(problem, UserError):
+            raise
         raise UserError(f"{shard} cannot be read as an uncompressed tar file: {problem}; copy it again") from problem
     if lonely := sorted(images.keys() ^ beside.keys()):
         raise UserError(
@@ -124,13 +131,28 @@ def pairs(shard: Path, suffix: str) -> list[Pair]:
     return [Pair(key, *place, beside[key]) for key, place in images.items()]
 
 
+def _members(tar: tarfile.TarFile, shard: Path, whole: int) -> Iterator[tarfile.TarInfo]:
+    """The members, one after the other; sizes that no shard can hold, or that lead back, are refused."""
+    place = -1
+    for member in tar:
+        limit = LARGEST_IMAGE if Path(member.name).suffix.lower() in SUFFIXES else _LARGEST_BESIDE
+        end = member.offset_data + member.size
+        is_odd = member.issparse() or member.size < 0 or member.offset <= place or end > whole
+        if is_odd or (member.isfile() and member.size > limit):
+            raise UserError(
+                f"{shard} is truncated or damaged: {member.name} is said to have {member.size:,} bytes; copy it again"
+            )
+        place = member.offset
+        yield member
+
+
 def read_part(shard: Path, start: int, size: int) -> bytes:
     """``size`` bytes of a shard."""
     try:
         with open(shard, "rb") as file:
             data = os.pread(file.fileno(), size, start)
     except OSError as problem:
-        raise UserError(f"{shard} cannot be read: {problem.strerror}; mend or replace it") from problem
+        raise UserError(f"{shard} cannot be read: {problem.strerror}; {_MEND}") from problem
     if len(data) < size:
         raise UserError(f"{shard} is truncated: copy it again")
     return data
@@ -146,10 +168,8 @@ def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
 
 def _indexed(shard: Path) -> _Index:
     """Both splits need the training labels where there is no classes.txt, and reading headers takes its time."""
-    try:
-        state = shard.stat()
-    except OSError as problem:
-        raise UserError(f"{shard} cannot be read: {problem.strerror}; mend or replace it") from problem
+    file_size(shard, _MEND)
+    state = shard.stat()
     return _index(shard, state.st_size, state.st_mtime_ns)
 
 
@@ -185,4 +205,6 @@ def _classes(place: Path, shards: Mapping[str, list[Path]]) -> list[str]:
     if names.is_file():
         return [line for line in read_text(names).splitlines() if line.strip()]
     label_N = np.concatenate([_indexed(shard).label_N for shard in _of_split(place, shards, "train")])
-    return [str(label) for label in range(label_N.max(initial=0) + 1)]
+    if (last := int(label_N.max(initial=0))) >= _MOST_CLASSES:
+        raise UserError(f"{place} has the class number {last:,}: number classes from 0, or name them in classes.txt")
+    return [str(label) for label in range(last + 1)]

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ermoe.console import parse_command, say
+from ermoe.console import Terminal, parse_command, say
 from ermoe.errors import UserError
 from ermoe.train.settings import Machine
 
@@ -62,4 +62,4 @@ class Inspect:
 
 def run(argv: list[str]) -> None:
     """Entry point of the command."""
-    parse_command(Inspect, argv, prog="ermoe inspect")(Console())
+    parse_command(Inspect, argv, prog="ermoe inspect")(Terminal())

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from ermoe.analysis.page import Markup, data_uri, heading, legend
+from ermoe.analysis.page import Markup, data_uri, escape, heading, legend
 from ermoe.analysis.plots import expert_colours
 from ermoe.nn import Routing, moe_layers
 

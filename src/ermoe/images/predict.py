@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ermoe.data.augment import ImageSource
 from ermoe.data.images import ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import StrPath, read_json
+from ermoe.files import StrPath, printable, read_json
 from ermoe.images.run import as_model, transform_for
 from ermoe.train.loader import Request, prepared
 
@@ -100,5 +100,8 @@ def _known_classes(place: StrPath) -> list[str] | None:
     folder = Path(place).resolve()
     for candidate in (folder, *folder.parents[:3]):
         if (path := candidate / "classes.json").is_file():
-            return [str(name) for name in read_json(path, "copy the run again")]
+            names = read_json(path, "copy the run again")
+            if not isinstance(names, list):
+                raise UserError(f"{path} is damaged: it lists no classes; copy the run again")
+            return [printable(str(name)) for name in names]
     return None

@@ -70,15 +70,17 @@ def train(
     """
     compute, changes = loop.means_among(changes, compute)
     chosen = changed(recipe(preset) if isinstance(preset, str) else preset, changes)
-    images = LabelledImages.open(data)
-    compute.say(f"{images.train.summary}\n{images.test.summary}")
-    is_new = compute.group.is_main and not RunFolder(Path(folder)).last.is_file()
-    if is_new and chosen.init == "dense" and chosen.weights is None:
-        logging.getLogger("ermoe").warning(
-            "%s is made to start from pretrained weights and starts from random ones: give --weights FILE, or timm",
-            chosen.preset,
-        )
-    return loop.train(chosen, images, folder, compute=compute, resume=resume)
+    run = RunFolder(Path(folder))
+    with run.locked(compute.group):
+        images = LabelledImages.open(data)
+        compute.say(f"{images.train.summary}\n{images.test.summary}")
+        is_new = compute.group.is_main and not run.last.is_file()
+        if is_new and chosen.init == "dense" and chosen.weights is None:
+            logging.getLogger("ermoe").warning(
+                "%s is made to start from pretrained weights and starts from random ones: give --weights FILE, or timm",
+                chosen.preset,
+            )
+        return loop.train(chosen, images, folder, compute=compute, resume=resume)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ermoe import cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import Json, StrPath, replacing
+from ermoe.files import LARGEST_JSON, Json, StrPath, naming_what_cannot_be_read, printable, read_text, replacing
 from ermoe.models.backbones import Family, family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.models.weights.compare import difference
+from ermoe.models.weights.stored import check_numbers, declared, first_line, no_larger_than, read_checkpoint
 from ermoe.nn import Balance
 from ermoe.nn.routers import OneWayRouter
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# Where training scripts put the weights among other things.
-_WRAPPERS = (
-    "state_dict", "model", "model_state_dict", "model_state", "model_ema", "state_dict_ema", "teacher", "module",
-)  # fmt: skip
 _LISTED = 6
 _CHECKS_ITSELF = "_extra_state"  # torch's name for what a module reads with a method of its own
 
@@ -70,10 +65,12 @@ def save(model: nn.Module, folder: StrPath, *, args: Options | None = None) -> N
 
 
 def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
-    """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name")."""
+    """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name").
+
+    Before anything is built or read, what the configuration asks for is compared with what the weights' header has.
+    """
     folder = _folder(source)
-    config = _read_config(folder / CONFIG)
-    _check_same_save(folder, config)
+    config, _ = _planned(folder)
     model = _rebuild(config, folder / CONFIG)
     load_state(model, read_checkpoint(folder / WEIGHTS), source=folder / WEIGHTS)
     model = model.to(device)
@@ -90,9 +87,25 @@ def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
 
 
 def weightless(source: StrPath) -> nn.Module:
-    """The model that `save` wrote, on the meta device: its shape without its weights."""
-    folder = _folder(source)
-    return _rebuild(_read_config(folder / CONFIG), folder / CONFIG, device="meta")
+    """The model that `save` wrote, on the meta device: its shape without its weights, which need not be there."""
+    return _planned(_folder(source), needs_weights=False)[1]
+
+
+def _planned(folder: Path, *, needs_weights: bool = True) -> tuple[Json, nn.Module]:
+    """The configuration and, on the meta device, the model that it describes, which the weights fit."""
+    config_file, weights_file = folder / CONFIG, folder / WEIGHTS
+    config = _read_config(config_file)
+    is_complete = needs_weights or weights_file.exists()
+    weights, notes = declared(weights_file) if is_complete else ({}, {})
+    if "save" in notes and "save" in config and notes["save"] != config["save"]:
+        # A save that was interrupted between its two files left weights that do not belong to the configuration.
+        raise UserError(f"{folder}: {CONFIG} and {WEIGHTS} come from two different saves; save the model again")
+    check_numbers(config["ermoe"], weights, config_file)
+    with no_larger_than(weights, config_file):
+        model = _rebuild(config, config_file, device="meta")
+    if is_complete:
+        _fitting(model, weights, source=weights_file)
+    return config, model
 
 
 def _config(model: Any, args: Options | None) -> Json:
@@ -144,10 +157,13 @@ def _own_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _folder(source: StrPath) -> Path:
     folder = Path(source)
-    if folder.is_dir():
-        return folder
+    with naming_what_cannot_be_read():
+        if folder.is_dir():
+            return folder
     if str(source).count("/") != 1 or folder.is_absolute() or str(source).startswith("."):
-        raise UserError(f"{source} is no folder: name one that ermoe.save wrote, or a hub repository as owner/name")
+        raise UserError(
+            f"{printable(source)} is no folder: name one that ermoe.save wrote, or a hub repository as owner/name"
+        )
     return _from_hub(str(source))
 
 
@@ -165,13 +181,14 @@ def _from_hub(source: str) -> Path:
 
 
 def _read_config(path: Path) -> Json:
+    if not path.exists():
+        raise UserError(f"{path} is missing: name a folder that ermoe.save wrote")
+    text = read_text(path, "save the model again", limit=LARGEST_JSON)
     try:
-        config: Json = json.loads(path.read_text(encoding="utf-8"))
-        if not {"family", "dense", "sparsity", "merged"} <= config["ermoe"].keys():
+        config: Json = json.loads(text)
+        if not {"family", "dense", "sparsity", "merged"} <= config["ermoe"].keys() or "dtype" not in config:
             raise KeyError("ermoe")
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: name a folder that ermoe.save wrote") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is damaged or was not written by ermoe.save: save the model again") from None
     return config
 
@@ -182,7 +199,7 @@ def _rebuild(config: Json, path: Path, *, device: str = "cpu") -> nn.Module:
     except UserError:
         raise
     except Exception as problem:  # whatever another library makes of arguments that it did not expect
-        raise UserError(f"{path} describes a model that cannot be built ({_first_line(problem)})") from problem
+        raise UserError(f"{path} describes a model that cannot be built ({first_line(problem)})") from problem
 
 
 def _precision(name: str) -> torch.dtype:
@@ -190,17 +207,6 @@ def _precision(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"{CONFIG} gives weights the type {name!r}: write float32, float16 or bfloat16")
     return dtype
-
-
-def _check_same_save(folder: Path, config: Json) -> None:
-    """A save that was interrupted between its two files left weights that do not belong to the configuration."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as weights:
-            written = (weights.metadata() or {}).get("save")
-    except (SafetensorError, OSError):
-        return  # reading the weights themselves will say what is wrong with them
-    if written is not None and "save" in config and written != config["save"]:
-        raise UserError(f"{folder}: {CONFIG} and {WEIGHTS} come from two different saves; save the model again")
 
 
 def describe(model: nn.Module, args: Options | None = None) -> Description:
@@ -224,7 +230,7 @@ def describe(model: nn.Module, args: Options | None = None) -> Description:
     except UserError:
         raise
     except Exception as problem:  # whatever another library makes of arguments that were read wrongly
-        lost: str | None = f"it is not built again ({_first_line(problem)})"
+        lost: str | None = f"it is not built again ({first_line(problem)})"
     else:
         lost = difference(model, rebuilt)
     if lost is not None:
@@ -274,66 +280,6 @@ def is_registered(dense: Json) -> bool:
     return timm.is_model(dense["architecture"])
 
 
-def read_checkpoint(path: StrPath) -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .npz or torch file, by name, on the CPU.
-
-    Whatever goes wrong in reading, one sentence says it: what a reader raises on damaged bytes is anybody's guess.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not a file: name a .safetensors, .npz, .pth, .pt or .bin file")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        if path.suffix == ".npz":
-            return _read_numpy(path)
-        return _tensors(_read_torch(path), path)
-    except UserError:
-        raise
-    except Exception as problem:
-        raise UserError(
-            f"{path} is damaged or no checkpoint ({_first_line(problem)}): download or copy it again"
-        ) from None
-
-
-def _read_numpy(path: Path) -> dict[str, Tensor]:
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
-
-
-def _read_torch(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as problem:
-        if "weights_only" not in str(problem) and "Unsupported" not in str(problem):
-            raise UserError(f"{path} is damaged or no checkpoint: download or copy it again") from None
-        raise UserError(
-            f"{path} holds Python objects besides tensors, which ermoe does not unpickle because that could run "
-            "foreign code: save its state_dict as safetensors"
-        ) from None
-
-
-def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
-    for _ in _WRAPPERS:  # a dictionary that holds itself would be looked through for ever
-        if isinstance(loaded, dict) and not _is_state(loaded):
-            loaded = next((loaded[name] for name in _WRAPPERS if isinstance(loaded.get(name), dict)), None)
-    if not isinstance(loaded, dict) or not _is_state(loaded):
-        raise UserError(f"{path} holds no weights: need a state_dict, or a dictionary with one under 'model'")
-    for name, value in loaded.items():
-        if value.is_meta or value.is_quantized or value.layout is not torch.strided:
-            raise UserError(f"{path} holds {name} as a sparse, quantised or empty tensor: save plain ones")
-    return {name.removeprefix("module."): value for name, value in loaded.items()}
-
-
-def _is_state(loaded: dict[Any, Any]) -> bool:
-    return bool(loaded) and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items())
-
-
-def _first_line(problem: Exception) -> str:
-    """What an exception says, cut to fit into a sentence."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:120]
-
-
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How weights fitted a model: names the file lacked, names it had in excess, and what was resized to fit."""
@@ -354,9 +300,32 @@ def load_state(
     """Copies ``state`` into ``model``. Unless ``strict`` is off, a name, shape or type that does not fit is an error.
 
     A tensor of the wrong shape counts as missing and unexpected at once, and so does one of a type that would lose
-    something, like complex numbers for real ones. Weights that are not numbers, the end of a run that diverged, are
-    refused always.
+    or invent something, like complex or whole numbers for real ones. Weights that are not numbers, the end of a run
+    that diverged, are refused always.
     """
+    fitting, fit = _fitting(model, state, source=source, strict=strict, resized=resized)
+    own = model.state_dict()
+    if broken := [name for name, tensor in fitting.items() if not _has_numbers(tensor, own[name], name)]:
+        raise UserError(
+            f"{source} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
+            "damaged: use an earlier checkpoint, or copy it again"
+        )
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
+    return fit
+
+
+def _fitting(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    source: StrPath,
+    strict: bool = True,
+    resized: tuple[str, ...] = (),
+) -> tuple[dict[str, Tensor], Fit]:
+    """The tensors of ``state`` that ``model`` has room for, and how all of them fit; values are not looked at."""
     # What routers of single experts kept when they computed something is not missed.
     idle = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, OneWayRouter))
     state = {name: tensor for name, tensor in state.items() if not name.startswith(idle)}
@@ -370,7 +339,7 @@ def load_state(
     types = {
         name: f"{name} {tensor.dtype} instead of {wanted[name].dtype}"
         for name, tensor in shared.items()
-        if name not in shapes and not torch.can_cast(tensor.dtype, wanted[name].dtype)
+        if name not in shapes and not _is_castable(tensor.dtype, wanted[name].dtype)
     }
     wrong = shapes.keys() | types.keys()
     fit = Fit(
@@ -380,27 +349,25 @@ def load_state(
     )
     if strict and (fit.missing or fit.unexpected):
         raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
-    fitting = {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}
-    parameters = {name for name, _ in model.named_parameters()}
-    if broken := [
-        name for name, tensor in fitting.items() if not _has_numbers(tensor, may_be_infinite=name not in parameters)
-    ]:
-        raise UserError(
-            f"{source} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
-            "damaged: use an earlier checkpoint, or copy it again"
-        )
-    try:
-        model.load_state_dict(fitting, strict=False)
-    except (RuntimeError, TypeError, ValueError) as problem:
-        raise UserError(f"{source} does not fit this {type(model).__name__}: {_first_line(problem)}") from problem
-    return fit
+    return {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}, fit
 
 
-def _has_numbers(tensor: Tensor, *, may_be_infinite: bool) -> bool:
-    """Whether no value is NaN, and none infinite unless that may be: buffers hold masks of −∞."""
+def _is_castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether nothing is lost and nothing invented: whole numbers for real ones are weights of something else."""
+    return torch.can_cast(stored, wanted) and stored.is_floating_point == wanted.is_floating_point
+
+
+def _has_numbers(tensor: Tensor, own: Tensor, name: str) -> bool:
+    """Whether no value is NaN, and none infinite in the model's precision.
+
+    Only what a module reads with a method of its own may be, and buffers that are in a new model, like masks of −∞.
+    """
     if not tensor.is_floating_point():
         return True
-    return not bool(tensor.isnan().any() if may_be_infinite else (~tensor.isfinite()).any())
+    if name.endswith(_CHECKS_ITSELF):
+        return not bool(tensor.isnan().any())
+    tensor = tensor.to(own.dtype)
+    return bool(tensor.isfinite().all()) or bool(not tensor.isnan().any() and not own.isfinite().all())
 
 
 def _explain(fit: Fit, shapes: dict[str, str], types: dict[str, str]) -> str:

@@ -5,22 +5,20 @@ An index is a folder: ``index.json`` names the files and the model, ``features.s
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import StrPath, is_hidden, printable, replacing, write_json
+from ermoe.files import LARGEST_TEXT, StrPath, is_hidden, printable, read_object, replacing, write_json
+from ermoe.models.weights.stored import read_checkpoint
 from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import encode_images, encode_texts
@@ -75,7 +73,7 @@ def build_index(
     if not files:
         raise UserError(f"{root} holds no image files: name a folder of images")
     if odd := [file for file in files if printable(file) != file]:
-        raise UserError(f"{printable(odd[0])} in {root} is not named in UTF-8: rename it")
+        raise UserError(f"{printable(odd[0])} in {root} is not named in plain letters of UTF-8: rename it")
     clip = load_clip(model, device=compute.device)
     feature_ID = encode_images(clip, image_files(root, files), batch_size=batch_size, compute=compute)
     content = {"model": _lasting(model), "save": save_id(model), "root": str(root.resolve()), "files": files}
@@ -91,24 +89,30 @@ def open_index(
 ) -> Index:
     """An index that `build_index` wrote; ``model`` and ``images`` say where these lie now, if they moved."""
     place = Path(folder)
-    try:
-        content: dict[str, Any] = json.loads((place / _FILES).read_text(encoding="utf-8"))
-        feature_ID = load_file(place / _FEATURES)["image"]
-        made_by, save, root, files = (content[name] for name in ("model", "save", "root", "files"))
-    except FileNotFoundError as problem:
-        raise UserError(
-            f"{place} is no index: make one with ermoe retrieve index MODEL IMAGES --out {place}"
-        ) from problem
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as problem:
-        raise UserError(f"{place} is damaged: make the index anew") from problem
+    if not (place / _FILES).exists() or not (place / _FEATURES).exists():
+        raise UserError(f"{place} is no index: make one with ermoe retrieve index MODEL IMAGES --out {place}")
+    made_by, save, root, files, feature_ID = _stored(place)
     where = made_by if model is None else model
     if Path(where).is_absolute() and not Path(where).exists():
         raise UserError(f"{where}, which made {place}, is no longer there: say where it lies now with --model")
     if save_id(where) != save:
         raise UserError(f"{where} is not the model that made {place}, or was trained since: make the index anew")
-    if len(feature_ID) != len(files):
-        raise UserError(f"{place} is damaged ({len(files)} files, {len(feature_ID)} vectors): make it anew")
-    return Index(Path(root if images is None else images), files, feature_ID, load_clip(where, device=device))
+    clip = load_clip(where, device=device)
+    if feature_ID.shape != (len(files), clip.embed_dim) or not bool(feature_ID.isfinite().all()):
+        raise UserError(f"{place} is damaged ({len(files)} files, vectors {tuple(feature_ID.shape)}): make it anew")
+    return Index(Path(root if images is None else images), files, feature_ID, clip)
+
+
+def _stored(place: Path) -> tuple[str, str | None, str, list[str], Tensor]:
+    """Model, its save, root, files and vectors of an index, as its two files have them."""
+    anew = "make the index anew"
+    content = read_object(place / _FILES, anew, limit=LARGEST_TEXT)
+    feature_ID = read_checkpoint(place / _FEATURES).get("image")
+    made_by, save, root, files = (content.get(name) for name in ("model", "save", "root", "files"))
+    texts = [made_by, root, "" if save is None else save, *(files if isinstance(files, list) else [None])]
+    if not all(isinstance(text, str) for text in texts) or feature_ID is None or feature_ID.dtype != torch.float32:
+        raise UserError(f"{place} is damaged: {anew}")
+    return str(made_by), save, str(root), texts[3:], feature_ID
 
 
 def image_files(root: Path, files: list[str]) -> Images:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ermoe.errors import UserError
@@ -11,7 +12,7 @@ from ermoe.retrieval.captioned import CaptionedImages
 from ermoe.retrieval.presets import RetrievalRecipe, recipe
 from ermoe.train import loop as kit
 from ermoe.train.compute import Compute
-from ermoe.train.run_folder import model_folder
+from ermoe.train.run_folder import RunFolder, model_folder
 from ermoe.train.settings import changed
 
 
@@ -42,8 +43,9 @@ def train(
     _refuse_to_start_from_nothing(chosen)
     if chosen.text_from is not None:  # config.json names the very epoch
         chosen = replace(chosen, text_from=str(model_folder(chosen.text_from, prefer="best")))
-    captioned = CaptionedImages.open(data, protocol, images=images, cache=cache)
-    return kit.train(chosen, captioned, folder, compute=compute, resume=resume)
+    with RunFolder(Path(folder)).locked(compute.group):
+        captioned = CaptionedImages.open(data, protocol, images=images, cache=cache)
+        return kit.train(chosen, captioned, folder, compute=compute, resume=resume)
 
 
 def _refuse_to_start_from_nothing(chosen: RetrievalRecipe) -> None:

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ermoe.console import say
+from ermoe.console import Terminal, say
 from ermoe.cpu import described
 from ermoe.errors import UserError
 from ermoe.files import append, replacing, to_json
+from ermoe.train.lock import locked
 from ermoe.train.run_folder import as_lines, differences, read_lines
 
 Record = dict[str, Any]
@@ -70,7 +71,7 @@ def run_queue(
     """The records of all jobs, in order; those without a line in ``path`` are run first, one after the other.
 
     Put seeds outermost, so that an unfinished study still compares all there is. A line of a run with other settings
-    or other data is refused before the first run, which may take long.
+    or other data is refused before the first run, which may take long, and so is a second queue for the same file.
 
     Args:
         study: what records say they belong to.
@@ -81,12 +82,24 @@ def run_queue(
         defaults: what settings had before they existed, for records that are older than a setting.
         environment: what all runs have in common, beside command, commit, machine and versions.
     """
-    console = console or Console()
+    with locked(path.with_name(f".{path.name}.lock"), path):
+        return _run_queue(study, jobs, path, console or Terminal(), earlier, defaults or {}, environment)
+
+
+def _run_queue(
+    study: str,
+    jobs: Sequence[Job],
+    path: Path,
+    console: Console,
+    earlier: Iterable[Path],
+    defaults: Mapping[str, Mapping[str, Any]],
+    environment: Mapping[str, Any],
+) -> list[Record]:
     _adopt(path, study, earlier)
     done = {(record["name"], record["seed"]): record for record in read_records(path)}
     for job in jobs:
         if (record := done.get((job.name, job.seed))) is not None:
-            _refuse_another(record, job, path, defaults or {})
+            _refuse_another(record, job, path, defaults)
     for number, job in enumerate(jobs, 1):
         if (job.name, job.seed) not in done:
             say(console, f"run {number} of {len(jobs)}: {job.name}, seed {job.seed}")

@@ -6,7 +6,6 @@ processes wrote it. There are no random-number states in it: those are a functio
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ermoe.errors import UserError
 from ermoe.files import replacing
+from ermoe.models.weights.stored import check_archive
 
 State = dict[str, Any]
 """What a module, an optimiser or a task remembers: tensors and plain values, by name."""
@@ -66,9 +66,11 @@ def write(path: Path, state: Checkpoint) -> None:
 def read(path: Path) -> Checkpoint:
     """The checkpoint at ``path``; nothing but tensors and plain values is ever unpickled."""
     try:
+        check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] != _FORMAT:
-            raise UserError(f"{path} has format {state['format']}, this version reads {_FORMAT}: start a new run")
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as problem:
+        written = state["format"]
+    except Exception as problem:  # what unpickling damaged bytes raises is anybody's guess
         raise UserError(f"{path} is damaged or no checkpoint of a run: remove it to start anew") from problem
+    if written != _FORMAT:
+        raise UserError(f"{path} has format {written}, this version reads {_FORMAT}: start a new run")
     return cast(Checkpoint, state)

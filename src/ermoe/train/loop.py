@@ -21,7 +21,6 @@ from ermoe.errors import UserError
 from ermoe.files import Json, StrPath, to_json
 from ermoe.models.calibrate import settle_offsets
 from ermoe.nn import retract
-from ermoe.train import checkpoint
 from ermoe.train.checkpoint import State
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Source, some_batches
@@ -143,9 +142,15 @@ def fit(
     if settings.precision in AUTOCAST and group.device.type == "cpu" and (problem := cpu.problem()):
         raise UserError(f"precision={settings.precision}: {problem}")
     run = RunFolder(Path(folder))
-    found = run.open({**(config or {}), "training": to_json(settings)}, resume, group, beside=beside)
+    with run.locked(group):
+        found = run.open({**(config or {}), "training": to_json(settings)}, resume, group, beside=beside)
+        return _fit(task, settings, run, compute, is_begun=found)
+
+
+def _fit(task: Task, settings: Training, run: RunFolder, compute: Compute, *, is_begun: bool) -> dict[str, float]:
+    group = compute.group
     trainer = Trainer.build(task, settings, compute)
-    where = trainer.restore(checkpoint.read(run.last)) if found else Position()
+    where = trainer.resume(run.last) if is_begun else Position()
     steps_per_epoch, figures = task.steps_per_epoch, where.figures
     first_step, total_steps = where.epoch * steps_per_epoch + where.step, settings.epochs * steps_per_epoch
     log = Log(run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=compute.console)

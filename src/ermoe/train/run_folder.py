@@ -11,10 +11,11 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -24,7 +25,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from ermoe.errors import UserError
 from ermoe.files import Json, StrPath, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
 from ermoe.models.io import CONFIG, WEIGHTS
-from ermoe.train.compute import Processes, wait_for_all
+from ermoe.train.compute import Processes, sum_over_processes, wait_for_all
+from ermoe.train.lock import locked
 from ermoe.train.settings import Training
 
 _RESUME = ("auto", "never", "must")
@@ -73,8 +75,28 @@ class RunFolder:
             raise UserError(f"{self.folder} has no model yet: its first epoch is not over")
         return found
 
+    @contextmanager
+    def locked(self, group: Processes, *, wait: bool = False) -> Iterator[None]:
+        """Within the block the folder belongs to this run: another is refused at once, or waits.
+
+        Called on every process, of which the main one holds the lock.
+        """
+        with ExitStack() as lock:
+            refusal: UserError | None = None
+            if group.is_main:
+                try:
+                    lock.enter_context(locked(self.folder / ".lock", self.folder, wait=wait))
+                except UserError as problem:
+                    refusal = problem
+            refused = sum_over_processes(torch.tensor(float(refusal is not None), device=group.device))
+            if bool(refused):
+                raise refusal or UserError(f"{self.folder} is in use by another run: wait until it is over")
+            yield
+
     def open(self, config: Json, resume: str, group: Processes, *, beside: Json | None = None) -> bool:
-        """Claims the folder for ``config``; True if there is a checkpoint to go on from. Called on every process.
+        """Claims the folder, which is `locked`, for ``config``; True if there is a checkpoint to go on from.
+
+        Called on every process.
 
         ``beside`` holds files that belong to the run as config.json does, by name, such as the names of its classes.
         """

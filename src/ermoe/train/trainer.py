@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,6 +205,14 @@ class Trainer:
         if self.group.is_main:
             checkpoint.write(run.last, state)
         wait_for_all()
+
+    def resume(self, path: Path) -> Position:
+        """Goes on from the checkpoint at ``path``, on any number of processes."""
+        state = checkpoint.read(path)
+        try:
+            return self.restore(state)
+        except (KeyError, TypeError, AttributeError, IndexError) as problem:
+            raise UserError(f"{path} is no checkpoint of this run: restore it, or start a new run folder") from problem
 
     def restore(self, state: checkpoint.Checkpoint) -> Position:
         """Takes over what `save` wrote, on any number of processes."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import ermoe
 from ermoe.analysis import plots
-from ermoe.analysis.page import Page, figure, grid, legend, svg, table, tiles
+from ermoe.analysis.page import Page, figure, grid, legend, svg, svg_text, table, tiles
 from ermoe.analysis.report import strongest_pairs
 from ermoe.explore.patches import patch_experts, tinted
 from ermoe.nn import EigenMoE
@@ -196,3 +196,12 @@ def test_tiles_carry_their_pixels():
     text = tiles([(tinted(np.ones((4, 4)), np.zeros((2, 2), dtype=int), ["#ff0000"]), 'a "tile"')])
     assert 'src="data:image/jpeg;base64,' in text
     assert 'alt="a &quot;tile&quot;"' in text
+
+
+def test_names_are_shown_and_do_nothing(tmp_path):
+    names = ["$\\frac{$", "\x1b[31mred\u202e<script>", "a" * 300]
+    drawing = plots.class_map([[1, 2], [3, 4], [5, 6]], names)
+    assert "frac{$" in svg_text(drawing, "classes")
+    page = Page("\x1b]0;mine\x07", facts={"data": names[1]}).html()
+    assert not {"\x1b", "\x07", "\u202e"} & set(page)
+    assert "\\x1b[31mred\\u202e&lt;script&gt;" in page

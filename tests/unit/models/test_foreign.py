@@ -10,7 +10,7 @@ import torchvision
 from safetensors.torch import save_file
 
 import ermoe
-from ermoe.models.io import read_checkpoint
+from ermoe.models.weights.stored import read_checkpoint
 from support.backbones import build, distance, hugging_face, outputs, perturb, photographs
 
 SHAPE = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2}

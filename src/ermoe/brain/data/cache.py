@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ from ermoe.files import cache_folder, replacing, to_json, write_json
 
 _FORMAT = 1  # to be raised when `prepare` changes what it returns
 _SHARE_LEVELS = 255
+_LONGEST_NAME = 100
 
 
 class VolumeCache:
@@ -73,7 +75,8 @@ class VolumeCache:
             "mask": "file" if scan.mask or scan.labels else _mask_tool(),
         }
         digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
-        return f"{scan.key}-{digest}"
+        name = re.sub(r"[^\w.-]", "_", scan.key)[:_LONGEST_NAME].lstrip(".")  # ids are what tables and folders say
+        return f"{name}-{digest}"
 
     def _store(self, scan: Scan, stem: Path) -> dict[str, Any]:
         volume = prepare(scan, self.preprocessing, with_tissue=True)
@@ -110,7 +113,7 @@ class Archive:
 def _about(stem: Path) -> dict[str, Any] | None:
     try:
         return json.loads(Path(f"{stem}.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -234,7 +234,9 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
     table = read_table(path)
     column = next((name for name in _PATHS if table.has(name)), None)
     if column is None or not table.has("participant_id"):
-        raise UserError(f"{path} needs the columns participant_id and t1 (and age, to train); it has {table.columns}")
+        raise UserError(
+            f"{path} needs the columns participant_id and t1 (and age, to train); it has {', '.join(table.columns[:9])}"
+        )
     people = People.listed_in(table)
     problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
     problems += age_unit_problems(path.with_suffix(".json"))

@@ -9,7 +9,7 @@ Letters: X, Y, Z voxels of the image, in that order of axes.
 from __future__ import annotations
 
 import itertools
-import zlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from ermoe.brain.data.scans import Problem, ScanError, Severity
+from ermoe.brain.data.scans import MOST_VOXELS, Problem, ScanError, Severity
 from ermoe.errors import UserError
+from ermoe.files import file_size
 
 Double = NDArray[np.float64]
 Float = NDArray[np.float32]
@@ -28,7 +29,6 @@ Bool = NDArray[np.bool_]
 _Finding = tuple[Severity, str, str]
 """How bad it is, what is wrong, and what to do about it."""
 
-_BROKEN = (EOFError, OSError, zlib.error, ValueError)
 _SHEAR_DEGREES = 1.0
 _TURN_DEGREES = 2.0
 _STRETCH = 0.02
@@ -89,11 +89,13 @@ def _open(path: Path, subject: str) -> Any:
     nibabel = _library()
     if not path.exists():
         raise ScanError(Problem("error", subject, path, "does not exist", "restore the file or delete its row"))
-    if path.is_file() and path.stat().st_size == 0:
-        raise ScanError(Problem("error", subject, path, "is empty", "copy it again from where it came"))
     try:
+        if file_size(path) == 0:
+            raise ScanError(Problem("error", subject, path, "is empty", "copy it again from where it came"))
         return nibabel.load(path)
-    except (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError, *_BROKEN) as problem:
+    except ScanError:
+        raise
+    except Exception as problem:  # what readers of damaged headers raise is anybody's guess
         what = f"cannot be read as an image ({_short(problem)})"
         raise ScanError(Problem("error", subject, path, what, "copy it again from where it came")) from problem
 
@@ -105,7 +107,7 @@ def _read(stored: Any, path: Path, subject: str) -> Image:
         canonical = nibabel.as_closest_canonical(nibabel.squeeze_image(stored))
         data_XYZ = np.ascontiguousarray(canonical.get_fdata(dtype=np.float32, caching="unchanged"))
         return Image(data_XYZ, canonical.affine.astype(np.float64), path)
-    except _BROKEN as problem:
+    except Exception as problem:
         what = f"ends before its voxels do ({_short(problem)})"
         remedy = "it is truncated or damaged; copy it again from where it came"
         raise ScanError(Problem("error", subject, path, what, remedy)) from problem
@@ -120,6 +122,8 @@ def _about_shape(image: Any) -> Iterator[_Finding]:
     if len(shape) < 3 or any(size != 1 for size in shape[3:]):
         size = " × ".join(map(str, shape))
         yield "error", f"has {len(shape)} axes ({size}) where a volume has three", "choose one volume of it"
+    elif math.prod(shape) > MOST_VOXELS:
+        yield "error", f"has {math.prod(shape):,} voxels, more than {MOST_VOXELS:,}", "resample it, or export it again"
     elif min(shape[:3]) < 2:
         yield "error", f"is a single slice ({' × '.join(map(str, shape[:3]))})", "use a volume"
     if np.dtype(image.get_data_dtype()).kind not in "iufb":

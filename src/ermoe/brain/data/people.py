@@ -17,6 +17,7 @@ _Listed = Mapping[str | None, Mapping[str, str]]
 """Rows of a person's sessions file, by session."""
 _SITE = ("site", "site_id", "center", "centre")
 _SECONDS_A_YEAR = 365.25 * 86400
+_LONGEST_ID = 100  # ids become names of files
 _KNOWN = {"participant_id", "session_id", "age", "sex", *_SITE}
 
 
@@ -40,6 +41,8 @@ class People:
                 people.problems.append(Problem("error", None, table.path, "has a row without a participant_id"))
                 continue
             session = given(row.get("session_id"))
+            if len(participant_id) + len(session or "") > _LONGEST_ID:
+                raise UserError(f"{table.path} has the participant_id {participant_id[:40]}…, longer than an id may be")
             key = prefixed(participant_id), None if session is None else prefixed(session, "ses-")
             if key in people.rows:
                 subject = "_".join(part for part in key if part)
@@ -176,7 +179,7 @@ def _first_visit(sessions: Sequence[str | None], listed: _Listed) -> str | None:
     times = {session: _time(listed.get(session, {})) for session in sessions}
     if all(times.values()):
         return min(sessions, key=lambda session: times[session] or datetime.max)
-    parts = [re.fullmatch(r"ses-(\D*)(\d+)", session or "") for session in sessions]
+    parts = [re.fullmatch(r"ses-(\D*)(\d{1,18})", session or "") for session in sessions]
     if not all(parts) or len({part[1].casefold() for part in parts if part}) > 1:
         return None
     return min((part for part in parts if part), key=lambda part: int(part[2]))[0]

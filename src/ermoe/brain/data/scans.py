@@ -24,6 +24,8 @@ TissueFrom = Literal["probseg", "dseg", "aseg", "none"]
 Sex = Literal["M", "F", "other"]
 Normalisation = Literal["zscore", "mean", "percentile"]
 
+MOST_VOXELS = 512**3
+"""Of a volume: a few bytes of a header can declare any number."""
 TISSUES: tuple[Tissue, ...] = ("wm", "gm", "csf")
 """The order of tissues wherever there is an axis of them. Only the channels of a network's input go from dark to
 bright: `ermoe.brain.inputs.network_input`."""
@@ -152,7 +154,11 @@ def canonical_id(participant_id: str) -> str:
     ['7', '7', '7', 'ixi12']
     """
     bare = re.sub(r"\s+", "", unicodedata.normalize("NFKC", participant_id)).casefold().removeprefix(_PREFIX)
-    return re.sub(r"\d+", lambda digits: str(int(digits[0])), bare)
+    return re.sub(r"\d+", lambda digits: _unpadded(digits[0]), bare)
+
+
+def _unpadded(digits: str) -> str:
+    return "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0") or "0"
 
 
 def look_alikes(participant_ids: Iterable[str]) -> list[tuple[str, ...]]:
@@ -281,8 +287,10 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if not 0.25 <= self.spacing_mm <= 16:
             raise UserError(f"spacing_mm={self.spacing_mm}: need 0.25 to 16 mm")
-        if len(self.shape) != 3 or min(self.shape) < 4:
-            raise UserError(f"shape={self.shape}: need three numbers of voxels, each at least 4")
+        if len(self.shape) != 3 or min(self.shape) < 4 or math.prod(self.shape) > MOST_VOXELS:
+            raise UserError(
+                f"shape={self.shape}: need three numbers of voxels, each at least 4, and {MOST_VOXELS:,} in all at most"
+            )
         for name, known in (
             ("normalisation", get_args(Normalisation)),
             ("register", ("none", "affine")),

@@ -14,6 +14,7 @@ import numpy as np
 from ermoe.brain.data.scans import Scan, canonical_id, look_alikes
 from ermoe.brain.data.tables import given, read_table, write_tsv
 from ermoe.errors import UserError
+from ermoe.files import is_plain_name
 
 Part = Literal["train", "validation", "test"]
 _Kind = Literal["holdout", "k-fold", "leave-site-out"]
@@ -30,6 +31,10 @@ class Splits:
     """participant_id → part in fold 0, 1, …"""
     fold_names: tuple[str, ...]
     """"fold-0", …; for leave-site-out "site-" and the site that is tested."""
+
+    def __post_init__(self) -> None:
+        if odd := [name for name in self.fold_names if not is_plain_name(name)]:
+            raise UserError(f"the fold {odd[0][:40]!r} cannot be the name of a folder: use letters, digits, - and _")
 
     @property
     def num_folds(self) -> int:

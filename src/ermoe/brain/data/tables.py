@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ermoe.brain.data.scans import SEX_WORDS, Problem, Sex, plain_code
 from ermoe.errors import UserError
-from ermoe.files import read_text, replacing
+from ermoe.files import LARGEST_JSON, read_text, replacing
 
 _MISSING = {"", "n/a", "na", "nan", "none", "null", "."}
 
@@ -46,11 +47,13 @@ def read_table(path: Path) -> Table:
     if not lines:
         raise UserError(f"{path} is empty: it needs a header line and one row a person")
     delimiter = "\t" if path.suffix.casefold() == ".tsv" else max("\t;,", key=lines[0].count)
-    header, *body = csv.reader(lines, delimiter=delimiter)
+    try:
+        header, *body = csv.reader(lines, delimiter=delimiter)
+    except csv.Error as problem:
+        raise UserError(f"{path} cannot be read as a table: {problem}; mend it") from problem
     columns = tuple(name.strip().casefold() for name in header)
-    twice = sorted({name for name in columns if columns.count(name) > 1})
-    if twice:
-        raise UserError(f"{path} has the column {twice[0]!r} twice: rename or delete one")
+    if twice := [name for name, number in Counter(columns).items() if number > 1]:
+        raise UserError(f"{path} has the column {min(twice)!r} twice: rename or delete one")
     return Table(path, columns, tuple(_row(path, columns, number, cells) for number, cells in enumerate(body, start=2)))
 
 
@@ -145,9 +148,10 @@ def _column(sidecar: Path, name: str) -> dict[str, Any]:
     """What a sidecar says of a column; nothing without one."""
     if not sidecar.is_file():
         return {}
+    text = read_text(sidecar, "mend or delete it", limit=LARGEST_JSON)
     try:
-        content = json.loads(sidecar.read_text(encoding="utf-8-sig"))
-    except (ValueError, OSError) as problem:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as problem:
         raise UserError(f"{sidecar} is not JSON ({problem}): mend or delete it") from problem
     columns = content.items() if isinstance(content, dict) else ()
     return next((said for column, said in columns if column.casefold() == name and isinstance(said, dict)), {})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ermoe.analysis.page import Markup, Page, data_uri, figure, grid, table
+from ermoe.analysis.page import Markup, Page, data_uri, escape, figure, grid, table
 from ermoe.brain.ages import age_residualised_gap
 from ermoe.brain.data.tables import write_text
 from ermoe.brain.evaluation import Evaluation

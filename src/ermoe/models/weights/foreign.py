@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ermoe.errors import UserError
 from ermoe.files import StrPath
 from ermoe.models.backbones import SparseBlock
-from ermoe.models.io import Fit, load_state, read_checkpoint
+from ermoe.models.io import Fit, load_state
+from ermoe.models.weights.stored import read_checkpoint
 
 Translation = Iterable[tuple[str, str]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -139,8 +140,7 @@ def _split_list(path: Path, split: str) -> list[str] | None:
 
 def _by_list(listed: list[Annotation], names: Sequence[str], path: Path) -> list[Annotation]:
     by_name = {own.file: own for own in listed}
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    if twice := next((name for name, number in Counter(names).items() if number > 1), None):
         raise UserError(f"the list of a split beside {path} names {twice} twice: mend the list")
     if lacking := [name for name in names if name not in by_name]:
         raise UserError(

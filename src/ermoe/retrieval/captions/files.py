@@ -70,20 +70,23 @@ def _read_json(path: Path) -> list[Annotation]:
             )
     except UserError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as problem:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
         raise UserError(f"{path}: an entry lacks {problem}; it is no caption file, or a damaged one") from problem
     return [_checked(own, path) for own in listed]
 
 
 def _json(path: Path) -> Any:
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except json.JSONDecodeError as problem:
         raise UserError(
             f"{path} is no valid JSON (line {problem.lineno}: {problem.msg}): copy or download it again"
         ) from problem
-    except RecursionError as problem:
-        raise UserError(f"{path} is nested too deeply for a caption file: name another") from problem
+    except (RecursionError, ValueError) as problem:  # ValueError: a number of thousands of digits
+        raise UserError(
+            f"{path} is nested too deeply, or has numbers too long, for a caption file: name another"
+        ) from problem
 
 
 def _coco(content: dict[str, Any], path: Path) -> list[Annotation]:
@@ -113,6 +116,8 @@ def _plain_list(content: list[Any], path: Path) -> Iterator[_Entry]:
 
 
 def _checked(own: Annotation, path: Path) -> Annotation:
+    if not isinstance(own.split, str):
+        raise UserError(f"{path}: the split of image {own.file} is {own.split!r}, not text; mend the file")
     if not isinstance(own.file, str) or is_broken(own.file):
         raise UserError(f"{path}: the file name of an image is {own.file!r}, not text; mend the file")
     if not own.captions:
@@ -176,7 +181,7 @@ def _columns(header: list[str], path: Path) -> tuple[_Columns, bool]:
     caption = next((names.index(name) for name in _CAPTION if name in names), None)
     if file is None or caption is None:
         raise UserError(
-            f"{path} has the columns {', '.join(names)}: need one of {', '.join(_FILE)}, and one of "
+            f"{path} has the columns {', '.join(names)[:200]}: need one of {', '.join(_FILE)}, and one of "
             f"{', '.join(_CAPTION)}"
         )
     return _Columns(file, caption, names.index("split") if "split" in names else None, len(names)), True
@@ -188,5 +193,5 @@ def _texts(cell: str) -> list[str]:
         return [cell]
     try:
         return list(json.loads(cell))
-    except ValueError:
+    except (ValueError, RecursionError):
         return [cell]

@@ -5,7 +5,6 @@ Everything a part of the model needs must be in the file, or nothing is loaded.
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from pathlib import Path
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.files import StrPath
+from ermoe.files import StrPath, read_json
 from ermoe.models.backbones import SparseBlock
-from ermoe.models.io import Fit, load_state, read_checkpoint
+from ermoe.models.io import Fit, load_state
 from ermoe.models.weights.foreign import Translation, fit_sizes, translate
+from ermoe.models.weights.stored import check_archive, read_checkpoint
 from ermoe.retrieval.clip.model import CLIP, UNKNOWN_PRETRAINING
 
 PARTS = ("image", "text")
@@ -74,6 +74,7 @@ def load_clip_weights(model: CLIP, path: StrPath, *, parts: tuple[str, ...] = PA
         raise UserError(f"a CLIP has no part {unknown[0]!r}: use {' and '.join(PARTS)}")
     if any(isinstance(module, SparseBlock) for module in model.modules()):
         raise UserError(f"{path}: load weights into the dense model first, then make it sparse with ermoe.upcycle")
+    check_archive(path)
     _refuse_programs(Path(path))
     _check_activation(model, Path(path))
     stored = read_checkpoint(path)
@@ -176,10 +177,10 @@ def _check_activation(model: CLIP, path: Path) -> None:
 def _declared_quick_gelu(folder: Path) -> bool | None:
     for name in ("open_clip_config.json", "config.json"):
         try:
-            config: Any = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            config: Any = read_json(folder / name, "mend or remove it")
+        except UserError:  # it is no part of the weights
             continue
-        if isinstance(config, dict) and "model_cfg" in config:
+        if isinstance(config, dict) and isinstance(config.get("model_cfg"), dict):
             return bool(config["model_cfg"].get("quick_gelu", False))
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
             return bool(config["text_config"].get("hidden_act", "quick_gelu") == "quick_gelu")
