@@ -37,6 +37,7 @@ _BY_BLOCK = ("num_experts", "rank", "hidden_dim")  # options of which there may 
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
 _INITS = ("dense", "clusters", "same", "random", "empty")
+_FROM_SCRATCH = ("same", "random", "empty")
 _log = logging.getLogger("ermoe")
 
 
@@ -201,7 +202,9 @@ def upcycle(
         raise UserError(
             f"init={init!r}: use 'dense' (experts start as the dense network), 'clusters', 'same' or 'random'"
         )
-    model = bare(model, inplace=inplace)
+    was_in_use = not (inplace and init in _FROM_SCRATCH)  # or it was built a moment ago, to become sparse
+    if was_in_use:
+        model = bare(model, inplace=inplace)
     family = family_of(model)
     if router not in LAYERS:
         raise UserError(f"router={router!r}: use one of {', '.join(LAYERS)}")
@@ -232,8 +235,8 @@ def upcycle(
         context_grad=context_grad,
         layer_options=layer_options,
     )
-    _check(family, model, sparsity, init, is_calibrated=calibration is not None)
-    if init not in ("random", "empty"):  # those are built by name, and known before they are complete
+    _check(family, model, sparsity, init, is_calibrated=calibration is not None, was_in_use=was_in_use)
+    if was_in_use:
         _warn_of_saving(family, model)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
@@ -266,13 +269,17 @@ def _refuse_to_group(router: str, calibration: object) -> None:
         )
 
 
-def _check(family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool) -> None:
+def _check(
+    family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool, was_in_use: bool
+) -> None:
     """Refuses what cannot be made sparse, before anything is changed."""
     for index in sparsity.blocks:
         name, block = family.blocks(model)[index]
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
-        reason = family.refusal(block) or obstacle(block) or _tie(family, model, index)
+        reason = family.refusal(block)
+        if reason is None and was_in_use:
+            reason = obstacle(block) or _tie(family, model, index) or _bypass(family, block, index, sparsity)
         reason = _defect(family, block, index, sparsity, init, is_calibrated) if reason is None else reason
         if reason is not None:
             raise UserError(f"{name} cannot be made sparse: {reason}")
@@ -293,7 +300,7 @@ def _defect(
     ffn = family.ffn(block).folded()
     layer = sparsity.layer_like(ffn, index)
     is_narrow = sparsity.shared is None and sparsity.width(ffn, index) < ffn.hidden_dim
-    if is_narrow and ffn.inner_norm is not None and init != "random":
+    if is_narrow and ffn.inner_norm is not None and init not in ("random", "empty"):
         raise UserError(
             f"hidden_dim={sparsity.hidden_dim}: the dense network normalises its hidden layer, and fewer units have "
             "another norm; cut the rank instead, with rank="
@@ -305,9 +312,7 @@ def _defect(
         )
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
-    attention = family.attention(block)
-    no_context = family.no_context(block) or (None if attention is None else bypassed(attention))
-    return ffn.defect() or (no_context if layer.needs_context else None)
+    return ffn.defect() or (family.no_context(block) if layer.needs_context else None)
 
 
 def _tie(family: Family, model: nn.Module, index: int) -> str | None:
@@ -315,6 +320,13 @@ def _tie(family: Family, model: nn.Module, index: int) -> str | None:
     networks = [dense_network(block) for _, block in family.blocks(model)]
     shares = [other for other, network in enumerate(networks) if network is networks[index] and other != index]
     return f"its feed-forward network is that of block {shares[0]} too; give each a copy first" if shares else None
+
+
+def _bypass(family: Family, block: nn.Module, index: int, sparsity: Sparsity) -> str | None:
+    """What would no longer be called, where the block has to compute attention itself."""
+    attention = family.attention(block)
+    needs_context = sparsity.layer_like(family.ffn(block).folded(), index).needs_context
+    return bypassed(attention) if needs_context and attention is not None else None
 
 
 def _convert(
