@@ -3,7 +3,8 @@
     python tools/trace.py [DOCUMENT]
 
 A batch is followed from ``ermoe image train`` to its loss, a scan from ``ermoe brain predict`` to its age. Files of
-``ermoe.nn`` are left out: docs/method.md leads through them. With a document, the lists between its marks
+``ermoe.nn`` are left out: docs/method.md leads through them; and so are those that stand at the door (docs/refused.md).
+With a document, the lists between its marks
 ``<!-- trace: batch -->``, ``<!-- trace: scan -->`` and ``<!-- end -->`` are written anew.
 """
 
@@ -26,6 +27,7 @@ from ermoe.cli.main import main
 
 ROOT = Path(ermoe.__file__).parent
 MOST_FILES, MOST_REENTRIES = 20, 4
+LEFT_OUT = ("nn", "errors.py", "train/lock.py", "models/weights/stored.py")
 
 
 class ArrivedError(Exception):
@@ -47,7 +49,7 @@ def followed(command: list[str], ends: Callable[[FrameType], bool]) -> list[str]
             importing += {"call": 1, "return": -1}.get(event, 0)
         if event == "call" and not importing:
             path = Path(code.co_filename)
-            if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "nn"):
+            if path.is_relative_to(ROOT) and not any(path.is_relative_to(ROOT / other) for other in LEFT_OUT):
                 entered.setdefault(path.relative_to(ROOT).as_posix())
         if event == "return" and ends(frame):
             raise ArrivedError

@@ -1,5 +1,6 @@
 """Sound files turned into damaged ones, in ways that hypothesis chooses and can make simpler."""
 
+import copy
 import json
 import re
 import struct
@@ -99,9 +100,9 @@ def json_values(data, changes):
         if kind == "drop":
             del holder[key]
         elif kind == "double" and isinstance(holder, list):
-            holder.append(holder[key])
+            holder.append(copy.deepcopy(holder[key]))
         else:
-            holder[key] = _JSON[choice % len(_JSON)]
+            holder[key] = copy.deepcopy(_JSON[choice % len(_JSON)])
         if not content:
             break
     return json.dumps(content).encode()

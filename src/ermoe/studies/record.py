@@ -182,7 +182,7 @@ def read_records(path: Path) -> list[Record]:
             if "name" not in line:
                 environments[line.pop("environment")] = line
             else:
-                records.append({**line, "environment": environments[line["environment"]]})
+                records.append({**line, "seed": line["seed"], "environment": environments[line["environment"]]})
         except (KeyError, TypeError) as problem:
             raise UserError(f"{path}, line {number}, is no run whose environment the file has: remove it") from problem
     return records

@@ -23,7 +23,19 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ermoe.errors import UserError
-from ermoe.files import Json, StrPath, UnwritableError, append, read_json, remove_drafts, replacing, to_json, write_json
+from ermoe.files import (
+    Json,
+    StrPath,
+    UnwritableError,
+    append,
+    read_bytes,
+    read_json,
+    read_object,
+    remove_drafts,
+    replacing,
+    to_json,
+    write_json,
+)  # fmt: skip
 from ermoe.models.io import CONFIG, WEIGHTS
 from ermoe.train.compute import Processes, sum_over_processes, wait_for_all
 from ermoe.train.lock import locked
@@ -143,8 +155,7 @@ class RunFolder:
     def _check_same(self, config: Json) -> None:
         if not self.config.is_file():
             return
-        earlier = read_json(self.config, "choose another folder, or remove this one")
-        earlier = _completed(earlier, config)
+        earlier = _completed(read_object(self.config, "choose another folder, or remove this one"), config)
         if changed := differences(earlier, config):
             raise UserError(
                 f"{self.folder} holds a run with another configuration: choose another folder, or undo the change\n  "
@@ -176,7 +187,7 @@ def _completed(earlier: Json, config: Json) -> Json:
     asked = _TRAINING | ({} if every is None else {"evaluate_every": every})
     return {
         name: _completed(asked | value if name == "training" else value, config.get(name) or {})
-        if isinstance(value, dict)
+        if isinstance(value, dict) and isinstance(config.get(name), dict | None)
         else value
         for name, value in known.items()
     }
@@ -199,7 +210,7 @@ def differences(earlier: Json, now: Json, prefix: str = "") -> list[str]:
 
 
 def _identity(name: str, value: Any) -> Any:
-    return Path(value).name if name in _COMPARED_BY_FILE_NAME and value is not None else value
+    return Path(value).name if name in _COMPARED_BY_FILE_NAME and isinstance(value, str) else value
 
 
 def append_line(path: Path, record: Json) -> None:
@@ -216,7 +227,10 @@ def forget_lines_after(path: Path, step: int) -> None:
     """Drops what a killed run wrote after the checkpoint from which it goes on, and an incomplete last line."""
     if not path.is_file():
         return
-    kept = as_lines(line for line in read_lines(path) if line["step"] <= step)
+    lines = read_lines(path)
+    if odd := next((line for line in lines if not isinstance(line.get("step"), int)), None):
+        raise UserError(f"{path} is damaged: a line has no step ({str(odd)[:60]}); remove that line")
+    kept = as_lines(line for line in lines if line["step"] <= step)
     if kept != path.read_bytes():
         with replacing(path) as draft:
             draft.write_bytes(kept)
@@ -224,12 +238,12 @@ def forget_lines_after(path: Path, step: int) -> None:
 
 def read_lines(path: Path) -> list[Json]:
     """All complete lines of a file of JSON lines; the last one may be torn."""
-    *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline is not complete
+    *lines, _ = read_bytes(path).split(b"\n")  # what follows the last newline is not complete
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError as problem:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as problem:
             if number == len(lines):
                 break
             raise UserError(f"{path} is damaged in line {number}: remove that line") from problem
