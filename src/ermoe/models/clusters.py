@@ -226,7 +226,8 @@ def _fit_experts(
             mixed = own.and_some_of(tokens.where(~own_T), _SHARE_OF_OTHERS, generator)
             fits += [one, fitted(ffn, mixed, *size)]
             judge = choosing.where((goes_TK == expert).any(1)).by_cost()
-            fits.sort(key=lambda network: judge.error(network, ffn))
+            if len(judge):
+                fits.sort(key=lambda network: judge.error(network, ffn))
         write_expert(layer.experts, expert, fits[0])
 
 

@@ -255,7 +255,7 @@ def test_every_preset_says_what_it_is():
     for name in PRESETS:
         chosen = recipe(name)
         assert chosen.training.epochs > 0
-        assert chosen.architecture.startswith("vit_") or chosen.architecture in STYLES
+        assert chosen.architecture.startswith(("vit_", "deit_")) or chosen.architecture in STYLES
     methods = ("ermoe", "ermoe-mean", "ermoe-none", "ermoe-shared", "v-moe", "gate", "gate-loss-free", "soft", "emoe")
     for method in (*methods, "expert-choice"):
         recipe(f"digits-{method}").build(10)(torch.randn(2, 3, 8, 8))
