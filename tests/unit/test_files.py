@@ -1,6 +1,7 @@
 """A file is replaced as a whole or not at all."""
 
 import errno
+import gzip
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ermoe.errors import UserError
-from ermoe.files import UnwritableError, append, remove_drafts, replacing
+from ermoe.files import UnwritableError, append, read_bytes, read_start, read_text, remove_drafts, replacing
 from support.disk import limited_files
 
 
@@ -115,3 +116,30 @@ def test_drafts_of_killed_processes_are_removed_and_nothing_else(tmp_path):
         (tmp_path / name).touch()
     remove_drafts(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".config.d41d8cd9.json", ".hidden", "a.pt"]
+
+
+def test_what_may_never_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    for name, kind in (("pipe.txt", "a pipe"), ("zero.txt", "a device"), ("", "a folder")):
+        with pytest.raises(UserError, match=f"is {kind}, not a file: copy it"):
+            read_bytes(tmp_path / name, "copy it")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_no_more_is_read_than_a_limit_allows(tmp_path, name):
+    text = b"12345" * 100
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert read_bytes(tmp_path / name, limit=500) == text
+    assert read_start(tmp_path / name, 3) == b"123"
+    (tmp_path / "zeros.gz").write_bytes(gzip.compress(bytes(10_000)))  # which take 50 bytes
+    for place, limit in ((tmp_path / name, 499), (tmp_path / "zeros.gz", 9_999)):
+        with pytest.raises(UserError, match="is too large: it holds more than"):
+            read_bytes(place, limit=limit)
+
+
+def test_text_in_another_encoding_is_named(tmp_path):
+    for encoding, asked in (("utf-16", "utf-16"), ("utf-16-le", "utf-16"), ("latin1", "latin1")):
+        (tmp_path / "a.txt").write_bytes("café".encode(encoding))
+        with pytest.raises(UserError, match=f"is not UTF-8 text: byte .* iconv -f {asked} -t utf-8"):
+            read_text(tmp_path / "a.txt")

@@ -122,3 +122,14 @@ def test_a_place_where_no_folder_can_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be a folder"), RunFolder(tmp_path / "file" / "run").locked(Processes()):
         pass
+
+
+@pytest.mark.parametrize("command", ["image train digits-dense", "retrieve train tiny-dense", "brain train"])
+def test_the_second_training_in_a_folder_ends_before_it_reads_anything(command, tmp_path, capsys):
+    from ermoe.cli.main import main
+
+    folder = tmp_path / "run"
+    with another_process(folder / ".lock"):
+        assert main([*command.split(), str(tmp_path / "nowhere"), "--out", str(folder), "--device", "cpu"]) == 2
+        assert "run is in use by another run" in capsys.readouterr().err
+        assert os.listdir(folder) == [".lock"]

@@ -12,6 +12,7 @@ from ermoe.brain.data import cache as caching
 from ermoe.brain.data.cache import VolumeCache
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.preprocess import Preprocessing, prepare
+from ermoe.files import is_plain_name
 from support.scans import bids_set, rewrite, truncate
 
 SMALL = Preprocessing(spacing_mm=4.0, shape=(40, 48, 40))
@@ -75,3 +76,11 @@ def test_filling_goes_on_after_a_bad_scan(tmp_path, scans):
     problems = VolumeCache(tmp_path / "cache", SMALL).fill(scans, on_scan=lambda *count: seen.append(count))
     assert [problem.subject for problem in problems] == ["sub-01"]
     assert seen == [(1, 2), (2, 2)]
+
+
+def test_no_id_leads_out_of_the_cache(tmp_path, scans):
+    cache = VolumeCache(tmp_path / "cache", SMALL)
+    for person in ("sub-../../../elsewhere", "sub-" + "9" * 5000, ".hidden", "sub-\x1b[31m"):
+        key = cache.key(replace(scans[0], participant_id=person))
+        assert is_plain_name(key)
+        assert not key.startswith(".")

@@ -141,3 +141,8 @@ def test_one_person_with_two_ids_is_refused_when_splitting():
 def test_impossible_splits(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_site_that_leads_elsewhere_is_no_fold():
+    with pytest.raises(UserError, match=r"the fold 'site-\.\./\.\./a' cannot be the name of a folder"):
+        leave_site_out([replace(scan, site=f"../../{scan.site}") for scan in people(6)])
