@@ -266,9 +266,9 @@ def is_plain_name(name: object) -> bool:
     >>> is_plain_name("fold-0"), is_plain_name("../fold-0"), is_plain_name(""), is_plain_name("a" * 300)
     (True, False, False, False)
     """
-    if not isinstance(name, str) or not 0 < len(os.fsencode(name)) <= _LONGEST_NAME:
+    if not isinstance(name, str) or name in ("", ".", "..") or set("/\\") & set(name) or printable(name) != name:
         return False
-    return name not in (".", "..") and not set("/\\") & set(name) and printable(name) == name
+    return len(name.encode()) <= _LONGEST_NAME
 
 
 def write_json(path: StrPath, content: Any) -> None:

@@ -176,7 +176,7 @@ def open_images(path: StrPath, split: str = "train") -> Images:
 def _place(name: str) -> Path:
     from ermoe.data import idx
 
-    candidates = [Path(name).expanduser(), *idx.PLACES.get(name, [])]
+    candidates = [Path(os.path.expanduser(name)), *idx.PLACES.get(name, [])]
     place = next((candidate for candidate in candidates if candidate.exists()), None)
     if place is None:
         known = ", ".join(["digits", *idx.PLACES])

@@ -24,7 +24,7 @@ from ermoe.brain.data.scans import (
 )
 from ermoe.brain.data.tables import age_unit_problems, declared_sexes, given, read_table
 from ermoe.errors import UserError
-from ermoe.files import is_hidden
+from ermoe.files import is_hidden, naming_what_cannot_be_read
 
 TABLES = {".tsv", ".csv", ".txt"}
 _IMAGES = (".nii", ".nii.gz")
@@ -62,14 +62,20 @@ def state_of(scans: Sequence[Scan]) -> str:
     >>> state_of([Scan("sub-01", None, Path("gone.nii"), age=50.0)])
     '1 scans, 26070856'
     """
-    lines = sorted(f"{scan.key} {scan.age} {scan.t1.stat().st_size if scan.t1.exists() else 0}" for scan in scans)
+    lines = sorted(
+        f"{scan.key} {scan.age} {scan.t1.stat().st_size if os.path.exists(scan.t1) else 0}" for scan in scans
+    )
     return f"{len(scans)} scans, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:8]}"
 
 
 def open_cohort(path: str | os.PathLike[str], options: CohortOptions | None = None, **changes: Any) -> Cohort:
     """The scans of a BIDS root or of a flat TSV/CSV; ``changes`` are fields of `CohortOptions`, given one by one."""
     options = (options or CohortOptions()).changed(changes)
-    place = Path(path)
+    with naming_what_cannot_be_read():
+        return _cohort_at(Path(path), options)
+
+
+def _cohort_at(place: Path, options: CohortOptions) -> Cohort:
     if place.is_dir():
         return _in_bids(place, options)
     if place.is_file() and place.suffix.casefold() in TABLES:
@@ -88,7 +94,8 @@ def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions |
     or a segmentation that lies beside it under a BIDS name.
     """
     options = (options or CohortOptions()).changed(changes)
-    found = [_scans_at(Path(path), options) for path in paths]
+    with naming_what_cannot_be_read():
+        found = [_scans_at(Path(path), options) for path in paths]
     if not any(part.scans for part in found):
         raise UserError(
             f"no scan found in {', '.join(map(str, paths)) or 'nothing'}: name NIfTI files, folders or BIDS roots"
@@ -263,7 +270,7 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
 
 def _path(table: Path, row: dict[str, str], column: str) -> Path | None:
     text = given(row.get(column))
-    return None if text is None else table.parent / Path(text).expanduser()
+    return None if text is None else table.parent / os.path.expanduser(text)
 
 
 def _tissue_in_row(

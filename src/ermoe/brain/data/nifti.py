@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ def _library() -> Any:
 
 def _open(path: Path, subject: str) -> Any:
     nibabel = _library()
-    if not path.exists():
+    if not os.path.exists(path):  # of a name that is too long, Path asks the system, which is an error
         raise ScanError(Problem("error", subject, path, "does not exist", "restore the file or delete its row"))
     try:
         if file_size(path) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def open_captions(
     numbers of both must be the protocol's.
     """
     with naming_what_cannot_be_read():
-        return _at(Path(place).expanduser(), protocol_of(protocol, split), split, images)
+        return _at(Path(os.path.expanduser(place)), protocol_of(protocol, split), split, images)
 
 
 def _at(place: Path, protocol: Protocol, split: str, images: StrPath | None) -> CaptionSet:
