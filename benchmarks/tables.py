@@ -20,8 +20,8 @@ import upcycle_cifar10
 
 from ermoe.files import replacing
 from ermoe.studies import comparison
-from ermoe.studies.bench.layer import PARTS
 from ermoe.studies.bench.measure import Measurement
+from ermoe.studies.bench.parts import PASSES, SHAPES, table_of
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.catalogue import ENTRIES, find
 from ermoe.studies.record import RECORDS, Record, read_records
@@ -99,13 +99,18 @@ def bars() -> Table:
     return Table(["ratio", "measured", "bar", "", "benchmark"], rows)
 
 
-def parts() -> Table:
-    """Where a forward pass goes, over the floor."""
-    ratio = {row["name"]: f"{row['ratio']:.3f}" for row in figures_of_benchmark("routing")["tables"][PARTS]}
-    steps = ("routing", "gathering", "products", "combining")
-    labels = {"ermoe R=504 r=56": "ERMoE, R 504, r 56", "our V-MoE": "our V-MoE"}
-    rows = [[label, ratio[name], *(ratio[f"{name}: {step}"] for step in steps)] for name, label in labels.items()]
-    return Table(["", "whole layer", *steps], rows)
+def parts(instructions: str) -> Table:
+    """Where a layer's time goes, over the floor, as last measured with these vector instructions."""
+    found = [
+        record["figures"]["tables"]
+        for record in lines_of("bench")
+        if record["name"] == "parts" and record["settings"]["instructions"] == instructions
+    ]
+    places = [table_of(size, name) for size in SHAPES for name in PASSES]
+    ratio = {place: {row["name"]: f"{row['ratio']:.3f}" for row in found[-1][place]} for place in places}
+    names = list(dict.fromkeys(name for place in places for name in ratio[place]))
+    rows = [[name, *(ratio[place].get(name, "–") for place in places)] for name in names if name != "floor"]
+    return Table(["over the floor", *places], rows)
 
 
 def growth() -> Table:
@@ -165,7 +170,8 @@ def ixi50() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "cifar10": cifar10,
     "bars": bars,
-    "parts": parts,
+    "parts": partial(parts, "AVX512"),
+    "parts-avx2": partial(parts, "AVX2"),
     "growth": growth,
     "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
     "routers-layer": routers_layer,

@@ -62,6 +62,16 @@ def limit() -> str | None:
     return problem() or f"{_TRAPS}: {LIMIT}={LIMITED} is set for this run, and they work"
 
 
+def limit_to_avx2() -> None:
+    """Keeps oneDNN, MKL and torch's own kernels from anything wider than AVX2, here and in child processes.
+
+    Each of the three multiplies somewhere; limiting one of them alone measures a CPU that does not exist.
+    """
+    if "torch" in sys.modules:
+        raise UserError("torch is loaded, and keeps the instructions it found: run this in a process of its own")
+    os.environ.update({LIMIT: "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})
+
+
 def problem() -> str | None:
     """What to say before the first product in half precision on this CPU; None where there is nothing to fear."""
     if not _dies():

@@ -20,7 +20,7 @@ from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.estimation import Estimation, Lesson, as_model
 from ermoe.brain.recipes import BrainRecipe
 from ermoe.errors import UserError
-from ermoe.nn import EigenMoE, PrototypeScore, Routing, moe_layers
+from ermoe.nn import Context, EigenMoE, PrototypeScore, Routing, moe_layers
 from ermoe.nn.scores import cosine, project
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
@@ -158,7 +158,8 @@ def _entering(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tenso
     seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 
     def remember(name: str) -> Any:
-        def keep(x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> None:
+        def keep(x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> None:
+            context = context.averaged(x) if isinstance(context, Context) else context
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
             seen[name] = (x, context, real)
 

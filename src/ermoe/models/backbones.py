@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.nn import MixtureLayer, attend, context
+from ermoe.nn import Context, MixtureLayer, attend
 
 CONTEXT_SOURCES = ("features", "attention")
 _ATTENTIONS = ("attn", "attention", "self_attention", "self_attn")  # what libraries call it
@@ -187,6 +187,7 @@ class SparseBlock(nn.Module):
     mlp: Any  # a MixtureLayer, where the dense block has a network of its own
     context_of: str
     context_grad: bool
+    windowed = False  # whether tokens look around in windows of their own, where their contexts are averaged
 
     # The dense network without its weights, in a tuple so that torch does not take it for a submodule.
     _skeleton: tuple[nn.Module]
@@ -201,10 +202,10 @@ class SparseBlock(nn.Module):
         self, z_BND: Tensor, alpha_BNN: Tensor | None, attended_BND: Tensor, mask_BN: Tensor | None = None
     ) -> Tensor:
         """The expert layer on ``z_BND``, with the context its router asks for (Eq. 2)."""
-        context_BND = None
+        context = None
         if alpha_BNN is not None:
-            context_BND = context(alpha_BNN, z_BND if self.context_of == "features" else attended_BND)
-        mixed_BND: Tensor = self.mlp(z_BND, context_BND, mask_BN)
+            context = Context(alpha_BNN) if self.context_of == "features" else Context(alpha_BNN, attended_BND)
+        mixed_BND: Tensor = self.mlp(z_BND, context, mask_BN)
         return mixed_BND
 
     def attend(

@@ -20,6 +20,7 @@ from ermoe.models.backbones import SparseBlock, family_of
 from ermoe.models.passes import input_shape, run_without_data
 from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
 from ermoe.nn.rivals.soft import SoftMoE
+from ermoe.nn.scores import averages_projections
 
 _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings", "conv1")
 
@@ -85,14 +86,26 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
             experts = layer.experts.num_experts * layer.slots_per_expert * _flops_per_row(layer.experts)
             part["routing"] += ffn - experts - shared
             part["experts"] += experts
-        if layer.needs_context:
-            context = 2 * num_tokens**2 * layer.experts.dim
+        if layer.needs_context and not block.windowed:
+            context = 2 * num_tokens**2 * _averaged_columns(block, num_tokens)
             part["context"] += context
-            part["attention"] -= context
+            part["routing"] -= context
     part["embedding"] = sum(flops[name] for name in list(flops) if name.split(".")[-1] in _EMBEDDINGS)
     part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in blocks)
     total = sum(p.numel() for p in model.parameters())
     return Count(total, total - _idle_parameters(model), Flops(**part))
+
+
+def _averaged_columns(block: SparseBlock, num_tokens: int) -> int:
+    """Of how many numbers a context is the average: of tokens, or of their projections."""
+    layer: MoE = block.mlp
+    assert layer.score is not None
+    basis_EDr = layer.score.routing_basis(layer.experts.token_basis)
+    assert basis_EDr is not None
+    of_tokens = block.context_of == "features"
+    if not averages_projections(num_tokens, basis_EDr, of_tokens=of_tokens):
+        return layer.experts.dim
+    return basis_EDr.shape[0] * basis_EDr.shape[2]
 
 
 def _flops_per_row(experts: Experts) -> int:

@@ -1,9 +1,11 @@
 """Self-attention that can also say where each token looked.
 
-Letters: B sequences, N tokens, D model width, h heads, d width of a head.
+Letters: B sequences (G, where images are called groups), N tokens (S), D model width, h heads, d width of a head.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.nn.precision import full_precision, widen
+
+_FEW_QUERIES = 256  # up to here, keeping the weights of one pass costs less time than a second pass
 
 
 def attend(
@@ -28,8 +32,9 @@ def attend(
 
     ``bias`` is boolean (True: may look) or added to the logits, broadcastable to (B, h, N, N). Queries are taken
     ``chunk`` at a time, and recomputed in the backward pass when there are several chunks, so that no tensor of size
-    (B, h, N, N) is ever held. With ``weights_grad=False`` α carries no gradient, and in training the outputs come from
-    the fused kernel: nothing of size N² is kept for the backward pass, at the price of one more product.
+    (B, h, N, N) is ever held. With ``weights_grad=False`` α carries no gradient; of more than 256 tokens, the outputs
+    then come from the fused kernel in training: nothing of size N² is kept for the backward pass, at the price of one
+    more product.
 
     >>> q = k = v = torch.randn(2, 4, 6, 8)
     >>> out, alpha = attend(q, k, v)
@@ -39,15 +44,16 @@ def attend(
     ... )
     (True, True)
     """
-    if not weights_grad and torch.is_grad_enabled():
-        with torch.no_grad():
-            alpha_BNN = attend(q_BhNd, k_BhNd, v_BhNd, bias=bias, scale=scale, chunk=chunk)[1]
-        fused = F.scaled_dot_product_attention(q_BhNd, k_BhNd, v_BhNd, attn_mask=bias, dropout_p=dropout, scale=scale)
-        return fused, alpha_BNN
     num_queries = q_BhNd.shape[2]
     scale = q_BhNd.shape[-1] ** -0.5 if scale is None else scale
+    if not weights_grad and torch.is_grad_enabled() and num_queries > _FEW_QUERIES:
+        with torch.no_grad():  # outputs as narrow as can be: they are not used
+            alpha_BNN = attend(q_BhNd, k_BhNd, v_BhNd[..., :1], bias=bias, scale=scale, chunk=chunk)[1]
+        fused = F.scaled_dot_product_attention(q_BhNd, k_BhNd, v_BhNd, attn_mask=bias, dropout_p=dropout, scale=scale)
+        return fused, alpha_BNN
     if chunk is None or num_queries <= chunk:
-        return _attend_chunk(q_BhNd, k_BhNd, v_BhNd, bias, scale, dropout)
+        output, alpha_BNN = _attend_chunk(q_BhNd, k_BhNd, v_BhNd, bias, scale, dropout)
+        return output, alpha_BNN if weights_grad else alpha_BNN.detach()
     parts = []
     for start in range(0, num_queries, chunk):
         rows = slice(start, start + chunk)
@@ -82,6 +88,27 @@ def context(alpha_BNN: Tensor, z_BND: Tensor) -> Tensor:
     """c_i = Σ_j α_ij z_j (Eq. 2), (B, N, D), in at least float32: it only serves to score."""
     with full_precision(z_BND):
         return widen(alpha_BNN) @ widen(z_BND)
+
+
+class Context(NamedTuple):
+    """Where tokens look, α (G, S, S), and at what, z (G, S, D): a context c = α z that is yet to be averaged.
+
+    Without z it is the tokens themselves, as they enter the layer. A score that sees contexts through a projection
+    alone has them from this at less cost, because Uᵀ Σ α z = Σ α Uᵀz.
+
+    >>> from ermoe.nn import EigenMoE
+    >>> alpha, x = torch.rand(2, 5, 5).softmax(-1), torch.randn(2, 5, 16)
+    >>> layer = EigenMoE(16, num_experts=2)
+    >>> torch.allclose(layer(x, Context(alpha)), layer(x, context(alpha, x)), atol=1e-5)
+    True
+    """
+
+    alpha_GSS: Tensor
+    z_GSD: Tensor | None = None
+
+    def averaged(self, x_GSD: Tensor) -> Tensor:
+        """c (G, S, D) of the tokens ``x_GSD``."""
+        return context(self.alpha_GSS, x_GSD if self.z_GSD is None else self.z_GSD)
 
 
 class ContextAttention(nn.Module):

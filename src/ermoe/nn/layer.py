@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ermoe.nn.attention import Context
 from ermoe.nn.experts import Experts
 from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, TopKRouter
@@ -59,15 +60,15 @@ class MixtureLayer(nn.Module, ABC):
         return self.router is not None and self.router.needs_context
 
     @abstractmethod
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Tensor:
         """Mixes expert outputs, in the shape of ``x``, (..., N, D).
 
-        ``context`` has the shape of ``x``; ``mask``, (..., N), is True for real tokens. Padded tokens are not routed,
-        not counted, and get zeros; what they hold, even NaN, reaches nothing.
+        ``context`` has the shape of ``x``, or is a `Context` yet to be averaged; ``mask``, (..., N), is True for real
+        tokens. Padded tokens are not routed, not counted, and get zeros; what they hold, even NaN, reaches nothing.
         """
 
     @abstractmethod
-    def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
+    def route(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Routing:
         """The routing of ``x``, without running the experts and without counting."""
 
     @abstractmethod
@@ -86,13 +87,17 @@ class MixtureLayer(nn.Module, ABC):
         self.reset_router(generator)
 
     def grouped(
-        self, x: Tensor, context: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, x: Tensor, context: Tensor | Context | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | Context | None, Tensor | None]:
         """The input of a forward pass, checked: x and context as (G, S, D) with zeros for padding, the mask (G, S)."""
         _check_inputs(x, context, mask, dim=self.experts.dim, needs_context=self.needs_context)
-        context_GSD = None if context is None else groups(only_real(context, mask))
         mask_GS = None if mask is None else groups(mask.unsqueeze(-1)).squeeze(-1)
-        return groups(only_real(x, mask)), context_GSD, mask_GS
+        if isinstance(context, Context):
+            z_GSD = None if context.z_GSD is None else groups(only_real(context.z_GSD, mask))
+            context = Context(groups(only_real(context.alpha_GSS, mask)), z_GSD)
+        elif context is not None:
+            context = groups(only_real(context, mask))
+        return groups(only_real(x, mask)), context, mask_GS
 
     def with_shared(self, mixed_GSD: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
         """f_shared(x) + the mixture of the others, in the shape and precision of ``x``; zeros for padding."""
@@ -133,7 +138,9 @@ def only_real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
 
 
-def _check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
+def _check_inputs(
+    x: Tensor, context: Tensor | Context | None, mask: Tensor | None, *, dim: int, needs_context: bool
+) -> None:
     """Raises a ValueError that says what is wrong with a layer's input."""
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
@@ -144,13 +151,16 @@ def _check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim
             "this layer scores a token against its attention context, and without one every score is 1: pass "
             "context= (see ermoe.nn.ContextAttention), or build the layer with score='prototype', 'energy' or 'logit'"
         )
-    if context is not None and context.shape != x.shape:
-        raise ValueError(f"context has shape {tuple(context.shape)}, x has {tuple(x.shape)}: they must be equal")
+    alpha, z = context if isinstance(context, Context) else (None, context)
+    if z is not None and z.shape != x.shape:
+        raise ValueError(f"context has shape {tuple(z.shape)}, x has {tuple(x.shape)}: they must be equal")
+    if alpha is not None and alpha.shape != (*x.shape[:-1], x.shape[-2]):
+        raise ValueError(f"α has shape {tuple(alpha.shape)}, x has {tuple(x.shape)}: need a weight for each two tokens")
     if mask is not None and mask.shape != x.shape[:-1]:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: need {tuple(x.shape[:-1])}, True for real tokens")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}: need torch.bool, True for real tokens")
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-        for name, tensor in (("x", x), ("context", context)):
+        for name, tensor in (("x", x), ("α", alpha), ("context", z)):
             if tensor is not None and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} holds NaN or infinity (checked because torch's anomaly detection is on)")

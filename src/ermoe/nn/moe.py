@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ermoe.nn.attention import Context
 from ermoe.nn.capacity import places
 from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.nn.experts import Experts
@@ -45,7 +46,7 @@ class MoE(MixtureLayer):
             )
         super().__init__(experts, router, shared)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Tensor:
         routing = self.route(x, context, mask)
         if self.training and self.forced_G is None:
             self.router.observe(routing)
@@ -57,7 +58,7 @@ class MoE(MixtureLayer):
             mixed = self.mix(x_GSD.flatten(0, 1), routing)
         return self.with_shared(mixed, x, mask)
 
-    def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
+    def route(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Routing:
         routing: Routing = self.router(*self.grouped(x, context, mask), self.experts.token_basis)
         return routing if self.forced_G is None else routing.forced(self.forced_G)
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from ermoe.nn.attention import Context
 from ermoe.nn.balance import Balance
 from ermoe.nn.capacity import places, places_per_group, within_capacity
 from ermoe.nn.precision import widen
@@ -38,7 +39,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+        self, x_GSD: Tensor, context: Tensor | Context | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
     ) -> Routing:
         """The routing of all tokens; ``basis_EDR`` is the experts' token basis, which some routers borrow."""
 
@@ -86,7 +87,7 @@ class OneWayRouter(Router):
     def forward(
         self,
         x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
+        context: Tensor | Context | None = None,
         mask_GS: Tensor | None = None,
         basis_EDR: Tensor | None = None,
     ) -> Routing:
@@ -178,10 +179,10 @@ class TopKRouter(Router):
         return f"top_k={self.top_k}, threshold={self.threshold}, below_threshold={self.below_threshold!r}"
 
     def forward(
-        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+        self, x_GSD: Tensor, context: Tensor | Context | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
     ) -> Routing:
-        context_TD = None if context_GSD is None else context_GSD.flatten(0, 1)
-        score_TE = self.score(x_GSD.flatten(0, 1), context_TD, basis_EDR)
+        context = context.flatten(0, 1) if isinstance(context, Tensor) else context
+        score_TE = self.score(x_GSD.flatten(0, 1), context, basis_EDR)
         return self.choose(score_TE, mask_GS, num_groups=x_GSD.shape[0])
 
     def choose(self, score_TE: Tensor, mask_GS: Tensor | None = None, *, num_groups: int = 1) -> Routing:

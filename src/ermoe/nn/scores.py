@@ -2,18 +2,21 @@
 
 Every score is computed in at least float32 whatever autocast says, because half precision invents ties.
 
-Letters: T tokens, D model width, E experts, R basis rank, r routing rank (the first r columns of a basis route).
+Letters: G groups (images) of S tokens, T = G·S tokens, D model width, E experts, R basis rank, r routing rank (the
+first r columns of a basis route).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
+from ermoe.nn.attention import Context
 from ermoe.nn.basis import random_basis
 from ermoe.nn.gate import Gate
 from ermoe.nn.precision import full_precision, widen
@@ -29,9 +32,64 @@ def project(x_TD: Tensor, basis_EDr: Tensor) -> Tensor:
     return (x_TD @ columns).view(-1, num_experts, route_rank)
 
 
+def project_context(context: Tensor | Context, x_TD: Tensor, token_TEr: Tensor, basis_EDr: Tensor) -> Tensor:
+    """Uᵀc for every expert, (T, E, r), with the tokens and their own projections at hand.
+
+    Of a context that is yet to be averaged it is Σ α Uᵀz wherever that is cheaper than Uᵀ Σ α z.
+    """
+    if isinstance(context, Tensor):
+        return project(context, basis_EDr)
+    alpha_GSS = widen(context.alpha_GSS)
+    of_tokens = context.z_GSD is None
+    z_TD = x_TD if context.z_GSD is None else widen(context.z_GSD).flatten(0, 1)
+    if not averages_projections(alpha_GSS.shape[-1], basis_EDr, of_tokens=of_tokens):
+        return project(_averaged(alpha_GSS, z_TD), basis_EDr)
+    return _averaged(alpha_GSS, token_TEr if of_tokens else project(z_TD, basis_EDr))
+
+
+def _averaged(alpha_GSS: Tensor, z_Tx: Tensor) -> Tensor:
+    """Σ α z of each group, in the shape of z, (T, ...)."""
+    return (alpha_GSS @ z_Tx.reshape(*alpha_GSS.shape[:2], -1)).view(z_Tx.shape)
+
+
+def averages_projections(num_tokens: int, basis_EDr: Tensor, *, of_tokens: bool) -> bool:
+    """Whether Σ α Uᵀz takes fewer operations than Uᵀ Σ α z, for ``num_tokens`` in a group.
+
+    A token's average costs N columns; a projection, D·E·r, is at hand already where z is the tokens themselves.
+    """
+    num_experts, dim, route_rank = basis_EDr.shape
+    columns = num_experts * route_rank
+    return num_tokens * columns < num_tokens * dim + (dim * columns if of_tokens else 0)
+
+
+class _Cosine(torch.autograd.Function):
+    """cos = ⟨u, v⟩ / (‖u‖ ‖v‖), with ∂cos/∂u = v / (‖u‖ ‖v‖) − cos u / ‖u‖²: half the passes that autograd makes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inverse_u, inverse_v = _inverse_norm(u), _inverse_norm(v)
+        return _dot(u, v) * inverse_u * inverse_v, inverse_u, inverse_v
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        u, v, cos, inverse_u, inverse_v = ctx.saved_tensors
+        across, along = (grad * inverse_u * inverse_v).unsqueeze(-1), grad * cos
+        grad_u = torch.addcmul(v * across, u, (along * inverse_u.square()).unsqueeze(-1), value=-1)
+        grad_v = torch.addcmul(u * across, v, (along * inverse_v.square()).unsqueeze(-1), value=-1)
+        return grad_u.sum_to_size(u.shape), grad_v.sum_to_size(v.shape)
+
+
 def cosine(u: Tensor, v: Tensor) -> Tensor:
     """⟨u, v⟩ / (‖u‖ ‖v‖) over the last axis (Eq. 5); exactly 0, with zero gradient, where a vector vanishes."""
-    return _dot(u, v) * _inverse_norm(u) * _inverse_norm(v)
+    cos: Tensor = _Cosine.apply(u, v)[0]
+    return cos
 
 
 def _dot(u: Tensor, v: Tensor) -> Tensor:
@@ -75,10 +133,10 @@ class Score(nn.Module, ABC):
             with torch.no_grad():
                 self.basis.copy_(random_basis(*self.basis.shape, generator=generator))
 
-    def forward(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDR: Tensor | None) -> Tensor:
-        """Scores (T, E), in at least float32."""
+    def forward(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDR: Tensor | None) -> Tensor:
+        """Scores (T, E), in at least float32; ``context`` is (T, D), or yet to be averaged."""
         with full_precision(x_TD):
-            context = None if context_TD is None else widen(context_TD)
+            context = widen(context) if isinstance(context, Tensor) else context
             return self.score(widen(x_TD), context, self.routing_basis(basis_EDR))
 
     def routing_basis(self, basis_EDR: Tensor | None) -> Tensor | None:
@@ -87,7 +145,7 @@ class Score(nn.Module, ABC):
         return None if basis is None or not self.needs_basis else widen(basis[:, :, : self.route_rank])
 
     @abstractmethod
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """The formula itself, on float32 tensors, with the routing columns of the basis."""
 
 
@@ -97,11 +155,12 @@ class EigenbasisScore(Score):
     needs_context = True
     needs_basis = True
 
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [−1, 1]."""
-        assert context_TD is not None
+        assert context is not None
         assert basis_EDr is not None
-        return cosine(project(x_TD, basis_EDr), project(context_TD, basis_EDr))
+        token_TEr = project(x_TD, basis_EDr)
+        return cosine(token_TEr, project_context(context, x_TD, token_TEr, basis_EDr))
 
 
 class PrototypeScore(Score):
@@ -127,7 +186,7 @@ class PrototypeScore(Score):
                 self.psi.normal_(generator=generator)
                 self.psi.div_(self.psi.norm(dim=-1, keepdim=True))
 
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [−1, 1]."""
         assert basis_EDr is not None
         projected_TEr, psi_Er = project(x_TD, basis_EDr), widen(self.psi)
@@ -142,7 +201,7 @@ class EnergyScore(Score):
 
     needs_basis = True
 
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [0, 1]."""
         assert basis_EDr is not None
         projected_TEr = project(x_TD, basis_EDr)
@@ -169,7 +228,7 @@ class LogitScore(Score):
         """Draws the gate anew."""
         self.gate.reset_parameters(generator)
 
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [0, 1], summing to 1 over experts."""
         logit_TE: Tensor = self.gate(x_TD)
         return logit_TE.softmax(-1)

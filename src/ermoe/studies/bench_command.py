@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ermoe import cpu
 from ermoe.console import say
 from ermoe.errors import UserError
 
@@ -21,12 +22,15 @@ class Bench:
 
     `layer` compares one feed-forward layer of ViT-B with the floor (the plain matrix products that the chosen experts
     need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
-    (`pip install "ermoe[bench]"`). `routing` is the cost of deciding, `scaling` the growth with experts, tokens, k and
-    rank, `model` whole networks, `data` whether images arrive as fast as they are used. All run on the CPU. Close other
-    programs first: medians forgive a busy minute, not a busy hour.
+    (`pip install "ermoe[bench]"`). `parts` says where a layer's time goes at three sizes, `routing` is the cost of
+    deciding, `scaling` the growth with experts, tokens, k and rank, `model` whole networks, `data` whether images
+    arrive as fast as they are used. All run on the CPU. Close other programs first: medians forgive a busy minute, not
+    a busy hour.
     """
 
-    what: Annotated[Literal["layer", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = "layer"
+    what: Annotated[Literal["layer", "parts", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = (
+        "layer"
+    )
     """Which benchmark to run."""
     rounds: int = 15
     """Rounds in which every candidate runs once."""
@@ -40,6 +44,8 @@ class Bench:
     """CIFAR folder for `data`; without it, generated images of the same size."""
     memory: bool = True
     """Also measure peak memory, each candidate in a process of its own."""
+    instructions: Literal["all", "avx2"] = "all"
+    """Which of the CPU's vector instructions torch may use; `avx2` shows what narrower CPUs see."""
     out: Path = Path("runs/bench")
     """Folder for the records (bench.jsonl) and the plots."""
 
@@ -48,7 +54,9 @@ class Bench:
             raise UserError("--rounds, --images and --threads must be at least 1")
 
     def __call__(self, console: Console) -> None:
-        from ermoe.studies.bench import data, layer, model
+        if self.instructions == "avx2":
+            cpu.limit_to_avx2()
+        from ermoe.studies.bench import data, layer, model, parts
         from ermoe.studies.bench.peers import Shape
         from ermoe.studies.bench.result import save, show
 
@@ -57,6 +65,7 @@ class Bench:
             "layer": lambda: layer.beside_peers(
                 shape, rounds=rounds, threads=list(self.threads), routings=list(self.routings), memory=self.memory
             ),
+            "parts": lambda: parts.run(rounds=rounds, threads=threads),
             "routing": lambda: layer.routing(shape, rounds=rounds, threads=threads),
             "scaling": lambda: layer.scaling(shape, rounds=rounds, threads=threads),
             "model": lambda: model.run(images=self.images, rounds=rounds, threads=threads),

@@ -256,7 +256,13 @@ def command_line() -> str:
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     cpu = described()["model name"] or platform.processor() or platform.machine()
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    return {
+        "cpu": cpu,
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # the widest that torch uses, by choice or by request
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
 
 
 def versions() -> dict[str, str]:

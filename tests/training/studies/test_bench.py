@@ -4,8 +4,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from ermoe import cpu
+from ermoe.errors import UserError
 from ermoe.nn import MoE
-from ermoe.studies.bench import data, layer
+from ermoe.studies.bench import data, layer, parts
 from ermoe.studies.bench.measure import compare, peak_megabytes, take_turns
 from ermoe.studies.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.studies.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
@@ -82,8 +84,20 @@ def test_routing_benchmark_reports_its_share():
     result = layer.routing(SMALL, rounds=2, threads=1)
     assert [bar.limit for bar in result.bars] == [0.06, 0.10]
     assert all(bar.value > 0 for bar in result.bars)
-    names = {row.name for row in result.tables[layer.PARTS]}
-    assert {"floor", "our V-MoE", "our V-MoE: products", "ermoe R=504 r=56: combining"} <= names
+
+
+def test_parts_of_both_layers_beside_the_floor(monkeypatch):
+    monkeypatch.setattr(parts, "SHAPES", {"small": (SMALL, {"rank": 32})})
+    result = parts.run(rounds=2, threads=1)
+    forward, training = ({row.name for row in result.tables[parts.table_of("small", name)]} for name in parts.PASSES)
+    assert training - forward == {"ERMoE: penalty", "ERMoE: balance"}
+    assert {"floor", "ERMoE: route", "ERMoE: of which context", "V-MoE: products", "V-MoE: fixed cost"} <= forward
+    assert result.settings["instructions"] in ("AVX2", "AVX512", "DEFAULT", "NO AVX")
+
+
+def test_instructions_are_limited_before_torch_is_loaded_or_not_at_all():
+    with pytest.raises(UserError, match="in a process of its own"):
+        cpu.limit_to_avx2()
 
 
 def test_a_missed_bar_is_called_missed(capsys):

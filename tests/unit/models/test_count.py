@@ -66,8 +66,14 @@ class TestFormulas:
     def test_eigen_experts(self, rank, route_rank):
         flops = self.count(rank=rank, route_rank=route_rank)
         assert flops.experts == 3 * self.N * self.K * 2 * 2 * rank * (self.D + self.H)
-        assert flops.routing == 3 * 2 * self.N * 2 * self.D * self.E * route_rank  # tokens and contexts
-        assert flops.context == 3 * 2 * self.N**2 * self.D
+        assert flops.routing == 3 * 2 * self.N * self.D * self.E * route_rank
+        assert flops.context == 3 * 2 * self.N**2 * self.E * route_rank  # averages of the tokens' projections
+
+    @pytest.mark.parametrize(("route_rank", "columns"), [(4, 32), (16, 64)])
+    def test_contexts_of_something_else_take_a_projection_of_their_own(self, route_rank, columns):
+        flops = self.count(route_rank=route_rank, context_of="attention")
+        assert flops.routing == 3 * 2 * self.N * 2 * self.D * self.E * route_rank
+        assert flops.context == 3 * 2 * self.N**2 * columns  # before the average, or after it if that is narrower
 
     def test_dense_experts(self):
         assert self.count(experts="dense").experts == 3 * self.N * self.K * 2 * 2 * self.D * self.H

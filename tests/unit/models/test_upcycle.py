@@ -134,7 +134,7 @@ class TestNewForms:
         dense, size = build("samvit_base_patch16")
         sparse = ermoe.upcycle(dense, num_experts=4, blocks=[3])
         block, seen = sparse.blocks[3], {}
-        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1]))
+        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1].averaged(args[0])))
         block.attend = lambda *args, **kwargs: seen.setdefault("attended", SparseBlock.attend(block, *args, **kwargs))
         outputs(sparse, photographs(size, 1))
         z, context = (seen[name].view(6, 6, 64) for name in ("z", "context"))
@@ -239,7 +239,7 @@ class TestContext:
         sparse = ermoe.upcycle(dense, num_experts=4, blocks=[1])
         _, block = family_of(sparse).blocks(sparse)[1]
         seen = {}
-        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1]))
+        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1].averaged(args[0])))
         block.attend = lambda *args, **kwargs: seen.setdefault("attended", SparseBlock.attend(block, *args, **kwargs))
         outputs(sparse, photographs(size, 2))
         alpha, z = seen["attended"][1], seen["z"]
@@ -254,7 +254,7 @@ class TestContext:
         by_attention = ermoe.upcycle(dense, num_experts=4, context_of="attention")
         contexts = []
         for model in (by_features, by_attention):
-            model.blocks[1].mlp.register_forward_pre_hook(lambda _, args: contexts.append(args[1]))
+            model.blocks[1].mlp.register_forward_pre_hook(lambda _, args: contexts.append(args[1].averaged(args[0])))
             outputs(model, photographs(64))
         assert not torch.allclose(contexts[0], contexts[1])
 

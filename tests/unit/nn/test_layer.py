@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ermoe.nn import EigenMoE, MoE, Routing, TopKRouter, build_experts
+from ermoe.nn import Context, EigenMoE, MoE, Routing, TopKRouter, build_experts, context
 from ermoe.nn.routers import stable_top_k
 
 SCORES = ["eigenbasis", "prototype", "energy", "logit"]
@@ -184,6 +184,30 @@ def test_not_even_nan_leaks_out_of_padding(every_expert):
     assert layer.router.balance._accumulator.isfinite().all()
 
 
+@pytest.mark.parametrize("route_rank", [2, 7])  # 16 and 56 columns for a width of 32: before the average, or after it
+@pytest.mark.parametrize("of_tokens", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_context_yet_to_be_averaged_is_one_that_was(route_rank, of_tokens, masked):
+    torch.manual_seed(0)
+    layer = EigenMoE(32, num_experts=8, route_rank=route_rank).double()
+    x, z = (torch.randn(2, 3, 9, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    alpha = torch.rand(2, 3, 9, 9, dtype=torch.float64).softmax(-1).requires_grad_()
+    mask = torch.arange(9) < torch.tensor([9, 5, 7]).unsqueeze(-1) if masked else None
+    mask = None if mask is None else mask.expand(2, 3, 9)
+    seen = x if of_tokens else z
+    results = []
+    for given in (Context(alpha, None if of_tokens else z), context(alpha, _real(seen, mask))):
+        y = layer(x, given, mask)
+        leaves = [x, alpha, *([] if of_tokens else [z]), layer.experts.up.U]
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    for yet, was in zip(*results, strict=True):
+        torch.testing.assert_close(yet, was, rtol=0, atol=1e-9)
+
+
+def _real(x, mask):
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
+
+
 def test_routing_counts_nothing_and_evaluation_neither():
     layer = build()
     x, context = pair(2, 6, 16)
@@ -234,6 +258,8 @@ def test_bad_arguments_name_the_remedy(options, message):
 
 
 def test_bad_inputs_name_the_remedy():
+    with pytest.raises(ValueError, match="need a weight for each two tokens"):
+        EigenMoE(16, num_experts=2)(torch.randn(1, 5, 16), Context(torch.rand(1, 5, 4)))
     layer = build()
     x, context = pair(2, 5, 16)
     with pytest.raises(ValueError, match=r"context has shape \(2, 4, 16\), x has \(2, 5, 16\)"):

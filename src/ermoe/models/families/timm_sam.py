@@ -28,6 +28,7 @@ class SparseSAMBlock(SparseTimmBlock, Block):
     """timm's SAM block with experts."""
 
     dense_class = Block
+    windowed = True
 
     def forward(self, x: Tensor) -> Tensor:
         grid = (x.shape[1], x.shape[2])

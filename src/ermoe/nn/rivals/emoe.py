@@ -12,6 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from ermoe.nn.attention import Context
 from ermoe.nn.precision import widen
 from ermoe.nn.rivals.router import RivalRouter, weighted_top_k
 from ermoe.nn.routers import check_top_k
@@ -75,7 +76,7 @@ class EnergyGates(Score):
                 self.gamma_r.fill_(1)
                 self.bias_E.zero_()
 
-    def score(self, x_TD: Tensor, context_TD: Tensor | None, basis_EDr: Tensor | None) -> Tensor:
+    def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [0, 1], summing to 1 over experts."""
         assert basis_EDr is not None
         energy_Tr = (x_TD @ basis_EDr.squeeze(0)).square()

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ermoe.nn.attention import Context
 from ermoe.nn.gate import Gate
 from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, check_top_k, stable_top_k
@@ -39,7 +40,7 @@ class RivalRouter(Router):
     def forward(
         self,
         x_GSD: Tensor,
-        context_GSD: Tensor | None = None,
+        context: Tensor | Context | None = None,
         mask_GS: Tensor | None = None,
         basis_EDR: Tensor | None = None,
     ) -> Routing:

@@ -11,6 +11,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from ermoe.nn.attention import Context
 from ermoe.nn.capacity import places
 from ermoe.nn.experts import Experts
 from ermoe.nn.layer import MixtureLayer
@@ -81,7 +82,7 @@ class SoftMoE(MixtureLayer):
                 self.phi.normal_(std=self.phi.shape[0] ** -0.5, generator=generator)
                 self.scale.fill_(1)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Tensor:
         """As every layer, but ``context`` is ignored; padded tokens enter no slot."""
         x_GSD, _, mask_GS = self.grouped(x, None, mask)
         dispatch_GSQ, combine_GSQ = self.weights(x_GSD, mask_GS)
@@ -91,7 +92,7 @@ class SoftMoE(MixtureLayer):
         output_GQD = self._run_experts(slot_GQD)
         return self.with_shared(combine_GSQ.to(output_GQD.dtype) @ output_GQD, x, mask)
 
-    def route(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Routing:
+    def route(self, x: Tensor, context: Tensor | Context | None = None, mask: Tensor | None = None) -> Routing:
         """The expert with the largest share in each token's output, as a top-1 routing; experts do not run."""
         x_GSD, _, mask_GS = self.grouped(x, None, mask)
         return self._summary(self.weights(x_GSD, mask_GS)[1], mask_GS)

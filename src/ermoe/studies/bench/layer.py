@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.nn import MoE, Routing, TopKRouter
-from ermoe.nn.dispatch import combine, gather, plan
+from ermoe.nn import Context, MoE, Routing, TopKRouter
+from ermoe.nn.dispatch import plan
 from ermoe.studies.bench.measure import compare, inferring, peak_megabytes, take_turns
 from ermoe.studies.bench.peers import Shape, available, build, eigen_layer, tokens
 from ermoe.studies.bench.result import Bar, Result
 
 _EIGEN, _VMOE = "ermoe R=504 r=56", "our V-MoE"
-PARTS = "parts of a forward pass, over the floor"
 _SHARES = {56: 0.10, 32: 0.06}  # by routing rank, of the layer's time that its decision may take
 _COLUMNS = 448  # E · r stays at 8 · 56
 
@@ -32,12 +31,13 @@ def _forward_of(layer: nn.Module, shape: Shape) -> Callable[[], object]:
 
 def step_of(layer: nn.Module, shape: Shape) -> Callable[[], object]:
     """Forward and backward, with gradients for tokens and parameters."""
-    x, context = (tensor.requires_grad_() for tensor in tokens(shape))
+    x, context = tokens(shape)
+    leaves = (x.requires_grad_(), context.alpha_GSS.requires_grad_())
     upstream = torch.randn_like(x)
     layer.train()
 
     def run() -> object:
-        for tensor in (x, context, *layer.parameters()):
+        for tensor in (*leaves, *layer.parameters()):
             tensor.grad = None
         layer(x, context).backward(upstream)
         return None
@@ -94,7 +94,7 @@ def _bars(result: Result, threads: int) -> list[Bar]:
 
 
 def routing(shape: Shape, *, rounds: int, threads: int) -> Result:
-    """What the decision costs, as a share of the layer's forward pass at several routing ranks, and its other parts."""
+    """What the decision costs, as a share of the layer's forward pass at several routing ranks."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     result = Result("routing", {"shape": repr(shape), "rounds": rounds, "threads": threads}, reference="layer")
@@ -113,30 +113,10 @@ def routing(shape: Shape, *, rounds: int, threads: int) -> Result:
         if route_rank in _SHARES:
             share = result.ratio(table, "routing")
             result.bars.append(Bar(f"routing / layer at route_rank {route_rank}", share, _SHARES[route_rank]))
-    work = {"floor": inferring(build("floor", shape).eval(), x)}
-    for name in (_EIGEN, _VMOE):
-        whole = build(name, shape).eval()
-        assert isinstance(whole, MoE)
-        work |= _steps(name, whole, x, context)
-    result.tables[PARTS] = compare(take_turns(work, rounds=rounds), "floor")
     return result
 
 
-@torch.inference_mode()
-def _steps(name: str, layer: MoE, x: Tensor, context: Tensor) -> dict[str, Callable[[], object]]:
-    """A whole layer, and each of its steps alone on what the step before it made."""
-    x_TD, pairs = x.flatten(0, 1), plan(layer.route(x, context))
-    rows_AD = gather(x_TD, pairs)
-    return {
-        name: inferring(layer, x, context),
-        f"{name}: routing": inferring(_decide, layer, x, context),
-        f"{name}: gathering": inferring(gather, x_TD, pairs),
-        f"{name}: products": inferring(layer.experts, rows_AD, pairs.count_E),
-        f"{name}: combining": inferring(combine, layer.experts(rows_AD, pairs.count_E), pairs),
-    }
-
-
-def _decide(layer: MoE, x: Tensor, context: Tensor) -> object:
+def _decide(layer: MoE, x: Tensor, context: Context) -> object:
     return plan(layer.route(x, context))
 
 

@@ -8,6 +8,7 @@ Letters: T tokens, D width, E experts, K experts per token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ermoe.nn import MoE, Router, Routing
+from ermoe.nn import Context, MoE, Router, Routing
 from ermoe.nn.registry import build_layer
 
 
@@ -47,7 +48,7 @@ class Forced(Router):
         self._routing = Routing.from_choice(expert_TK, weight_TK, num_experts=shape.num_experts)
 
     def forward(
-        self, x_GSD: Tensor, context_GSD: Tensor | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
+        self, x_GSD: Tensor, context: Tensor | Context | None, mask_GS: Tensor | None, basis_EDR: Tensor | None
     ) -> Routing:
         return self._routing
 
@@ -71,7 +72,7 @@ class _DenseFFNs(nn.Module):
         self.up = nn.ModuleList(nn.Linear(shape.dim, shape.hidden_dim) for _ in range(shape.top_k))
         self.down = nn.ModuleList(nn.Linear(shape.hidden_dim, shape.dim) for _ in range(shape.top_k))
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         outputs = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
         return torch.stack(outputs).sum(0) if len(outputs) > 2 else sum(outputs[1:], outputs[0])
 
@@ -110,7 +111,7 @@ class _TransformersExperts(nn.Module):
         self.top_k = shape.top_k
         self.forced_TK = None if routing == "natural" else _forced_choice(shape, routing)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         if self.forced_TK is not None:
             expert_TK, weight_TK = self.forced_TK, torch.full(self.forced_TK.shape, 1 / self.top_k)
@@ -127,7 +128,7 @@ class _FirstOutput(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         output = self.layer(x)
         return output[0] if isinstance(output, tuple) else output
 
@@ -200,11 +201,12 @@ def available(routing: str = "natural") -> list[str]:
     return [name for name in installed if routing == "natural" or not name.startswith(_ONLY_NATURAL)]
 
 
-def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Tokens with the statistics of normalised features, and contexts that resemble them."""
+def tokens(shape: Shape) -> tuple[Tensor, Context]:
+    """Tokens with the statistics of normalised features, and where they look: at all a little, at themselves more."""
     generator = torch.Generator().manual_seed(0)
-    x, noise = (torch.randn(shape.images, shape.tokens, shape.dim, generator=generator) for _ in range(2))
-    return x, x.mean(1, keepdim=True) + 0.5 * x + 0.5 * noise
+    x = torch.randn(shape.images, shape.tokens, shape.dim, generator=generator)
+    logits = torch.randn(shape.images, shape.tokens, shape.tokens, generator=generator)
+    return x, Context((logits + math.log(shape.tokens) * torch.eye(shape.tokens)).softmax(-1))
 
 
 def eigen_layer(shape: Shape, **options: Any) -> MoE:
