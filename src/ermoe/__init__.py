@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ermoe._auto_classes import tell_auto_classes
 from ermoe._moved import forward_old_names
 from ermoe._version import __version__ as __version__
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ermoe.train.distillation import distill
 
 forward_old_names()
+tell_auto_classes()
 
 _HOMES = {
     "ermoe.analysis.recorder": ("record_routing",),

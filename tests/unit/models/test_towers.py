@@ -31,6 +31,24 @@ def says(model, inputs):
     return {name: tensor for name, tensor in said.items() if tensor.numel() > 1}
 
 
+def from_transformers(model, folder):
+    """A model as ``save_pretrained`` left it: by its own class, by an Auto class that knows it, and by ermoe."""
+    from transformers.models.auto import modeling_auto
+
+    model.save_pretrained(folder)
+    kinds = [kind for kind in vars(modeling_auto).values() if isinstance(kind, type)]
+    autos = [kind for kind in kinds if getattr(kind, "_model_mapping", None) is not None]
+    known = [auto for auto in autos if auto._model_mapping.get(type(model.config), None) is type(model)]
+    known = [auto for auto in known if auto is not modeling_auto.AutoBackbone]  # which takes no folders
+    return [kind.from_pretrained(folder) for kind in (type(model), *known[:1])] + [ermoe.load(folder)]
+
+
+def is_on_meta(module):
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()) or any(
+        tensor.is_meta for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_gradients_and_files(name, tmp_path):
     dense, inputs = perturbed(name)
@@ -47,6 +65,11 @@ def test_outputs_gradients_and_files(name, tmp_path):
         ermoe.save(sparse, tmp_path)
         loaded = says(ermoe.load(tmp_path).eval(), inputs)
         assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
+        for loaded in from_transformers(sparse, tmp_path / "pretrained") if name in HUGGING_FACE else ():
+            assert type(loaded) is type(sparse)
+            assert not any(is_on_meta(module) for module in loaded.modules())
+            for key, tensor in says(loaded.eval(), inputs).items():
+                torch.testing.assert_close(tensor, after[key], msg=key)
     with_gradients = (tensor for tensor in says(sparse, inputs).values() if tensor.requires_grad)
     sum(tensor.square().sum() + tensor.sum() for tensor in with_gradients).backward()
     learned = {name for name, parameter in sparse.named_parameters() if parameter.grad is not None}
