@@ -25,7 +25,7 @@ import ermoe
 from ermoe.data.images import digits
 from ermoe.train.hugging_face import ExpertUpkeep
 
-STEPS_PER_EPOCH, EPOCHS, SAVED_EVERY = 7, 3, 3
+STEPS_PER_EPOCH, EPOCHS, SAVED_EVERY = 6, 3, 3
 
 
 class Digits(Dataset):
@@ -93,7 +93,10 @@ def compare(folder, repo):
 
 def main(folder, repo):
     assert in_a_process(train, folder / "undisturbed") == 0
-    for step in (5, 2 * STEPS_PER_EPOCH + 1):  # inside an epoch, and right after one in which bases were retracted
+    for step in (
+        5,
+        2 * STEPS_PER_EPOCH + 1,
+    ):  # resumed inside an epoch, and at an end where bases were retracted
         assert in_a_process(train, folder / "disturbed", step) == signal.SIGKILL
     assert in_a_process(train, folder / "disturbed") == 0
     undisturbed, disturbed = (
