@@ -194,7 +194,7 @@ def _read_config(path: Path) -> Json:
             config["ermoe"] = _from_transformers(config)
         if not {"family", "dense", "sparsity", "merged"} <= config["ermoe"].keys() or "dtype" not in config:
             raise KeyError("ermoe")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is damaged or was not written by ermoe.save: save the model again") from None
     return config
 
