@@ -1,4 +1,4 @@
-"""A sparse ViT trained by the Hugging Face Trainer: a loss of its own, and a callback for what happens after steps.
+"""A sparse ViT trained by the Hugging Face Trainer: a loss of its own, a callback after steps, and back from disk.
 
 Needs: pip install transformers accelerate. Run: python examples/train_with_hugging_face_trainer.py (seconds; digits).
 """
@@ -16,7 +16,15 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     print("skipped: this example needs transformers and accelerate (pip install transformers accelerate)")
     sys.exit()
 
-from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from ermoe.train.hugging_face import ExpertUpkeep
 
 LAMBDA = 5e-5
 
@@ -46,16 +54,6 @@ class Orthogonal(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if name not in exempt]
 
 
-class Balanced(TrainerCallback):
-    """Equal load after every optimiser step, orthonormal bases after every epoch."""
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        ermoe.update_balance(model)
-
-    def on_epoch_end(self, args, state, control, model, **kwargs):
-        ermoe.retract(model)
-
-
 torch.set_num_threads(1)  # so small a model gains nothing from more
 torch.manual_seed(0)
 train, test = (Digits(split) for split in digits())
@@ -68,9 +66,15 @@ arguments = TrainingArguments(
     output_dir="hf-run", num_train_epochs=8, per_device_train_batch_size=64, learning_rate=2e-3, weight_decay=0.05,
     warmup_steps=30, report_to="none", save_strategy="no", logging_steps=20, use_cpu=True, disable_tqdm=True,
 )  # fmt: skip
-trainer = Orthogonal(model=model, args=arguments, train_dataset=train, eval_dataset=test, callbacks=[Balanced()])
+trainer = Orthogonal(model=model, args=arguments, train_dataset=train, eval_dataset=test, callbacks=[ExpertUpkeep()])
 trainer.train()
 predicted = trainer.predict(test)
 accuracy = (predicted.predictions.argmax(1) == predicted.label_ids).mean()
 print(f"accuracy {accuracy:.1%}")
 assert accuracy > 0.5, "eight epochs are enough for more than half of the digits"
+
+model.save_pretrained("hf-run/final")
+again = AutoModelForImageClassification.from_pretrained("hf-run/final")
+images = test[0]["pixel_values"].unsqueeze(0)
+assert torch.allclose(again(images).logits, model.eval()(images).logits, atol=1e-5)
+print(f"{type(again).__name__}: back from disk with the same answers")

@@ -60,7 +60,7 @@ def followed(command: list[str], ends: Callable[[FrameType], bool]) -> list[str]
             main(command)
         finally:
             sys.setprofile(None)
-    return [name for name in entered if name not in ("__init__.py", "_moved.py")]
+    return [name for name in entered if name not in ("__init__.py", "_auto_classes.py", "_moved.py")]
 
 
 def packages_entered_again(files: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ermoe._auto_classes import tell_auto_classes
 from ermoe._moved import forward_old_names
 from ermoe._version import __version__ as __version__
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ermoe.models.count import count
     from ermoe.models.export import export
     from ermoe.models.freeze import freeze, unfreeze
+    from ermoe.models.hub import push
     from ermoe.models.io import load, save
     from ermoe.models.merge import merge, to_dense
     from ermoe.models.presets import preset
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from ermoe.train.distillation import distill
 
 forward_old_names()
+tell_auto_classes()
 
 _HOMES = {
     "ermoe.analysis.recorder": ("record_routing",),
@@ -40,6 +43,7 @@ _HOMES = {
     "ermoe.models.count": ("count",),
     "ermoe.models.export": ("export",),
     "ermoe.models.freeze": ("freeze", "unfreeze"),
+    "ermoe.models.hub": ("push",),
     "ermoe.models.io": ("load", "save"),
     "ermoe.models.merge": ("merge", "to_dense"),
     "ermoe.models.presets": ("preset",),
@@ -59,7 +63,7 @@ __all__ = [
     "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
     "freeze",
     "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
-    "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
+    "push", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
 ]  # fmt: skip
 
 

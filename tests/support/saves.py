@@ -1,4 +1,4 @@
-"""Saved models of a few kilobytes: an image classifier, a CLIP and an estimator of brain age."""
+"""Saved models of a few kilobytes: an image classifier, one of transformers, a CLIP and an estimator of brain age."""
 
 import timm
 import torch
@@ -17,6 +17,16 @@ def classifier(folder):
     torch.manual_seed(0)
     dense = timm.create_model("vit_tiny_patch16_224", num_classes=10, **_TOWER)
     ermoe.save(ermoe.upcycle(dense, num_experts=4, rank=12, route_rank=4), folder)
+    return folder
+
+
+def hugging_face(folder):
+    """As transformers writes it."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    dense = CLIPVisionModel(CLIPVisionConfig(**shape, image_size=8, patch_size=4))
+    ermoe.upcycle(dense, num_experts=2, rank=12, route_rank=4).save_pretrained(folder)
     return folder
 
 

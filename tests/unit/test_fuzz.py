@@ -58,6 +58,13 @@ def config_text(folder):
     return lambda: ermoe.models.io.weightless(folder)
 
 
+@reader("config.json", damage=mutations.json_values, examples=4)
+def transformers_config(folder):
+    pytest.importorskip("transformers")
+    saves.hugging_face(folder)
+    return lambda: ermoe.load(folder)
+
+
 @reader("model.safetensors", damage=mutations.safetensors_header, examples=8)
 def safetensors(folder):
     saves.classifier(folder)

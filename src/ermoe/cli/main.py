@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "info": ("cli.info:Info", "what a model costs, part by part, beside what the paper prints"),
     "export": ("cli.export:Export", "a saved model as an ONNX file or a torch archive that runs without ermoe"),
+    "push": ("cli.push:Push", "put a saved model on the Hugging Face hub, with a card that says what it is"),
     "paper": (
         "studies.paper_command:COMMANDS",
         "every table and figure of the paper as one command, its figures beside ours",

@@ -314,6 +314,9 @@ class Family(ABC):
             return f"ermoe.save will not write this {type(model).__name__}: {problem}"
         return None
 
+    def mark(self, model: Any, sparsity: Any) -> None:  # noqa: B027 (most libraries do not ask)
+        """Tells the library of a backbone how it is sparse, an `ermoe.models.upcycle.Sparsity`; None: not any more."""
+
     @abstractmethod
     def describe(self, model: Any) -> Json:
         """What it takes to build the model's dense form again, as plain as JSON."""

@@ -93,7 +93,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     part["embedding"] = sum(flops[name] for name in list(flops) if name.split(".")[-1] in _EMBEDDINGS)
     part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in blocks)
     total = sum(p.numel() for p in model.parameters())
-    return Count(total, total - _idle_parameters(model), Flops(**part))
+    return Count(total, total - idle_parameters(model), Flops(**part))
 
 
 def _averaged_columns(block: SparseBlock, num_tokens: int) -> int:
@@ -132,7 +132,7 @@ def measure(model: nn.Module, shape: tuple[int, ...]) -> tuple[Counter[str], int
     return Counter(counted), lengths[0]
 
 
-def _idle_parameters(model: nn.Module) -> int:
+def idle_parameters(model: nn.Module) -> int:
     """Parameters of experts that a token does not meet, without the columns by which it decided so."""
     idle = 0
     for layer in moe_layers(model).values():

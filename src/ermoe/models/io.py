@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ermoe import cpu
+from ermoe import _auto_classes, cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.files import LARGEST_JSON, Json, StrPath, naming_what_cannot_be_read, printable, read_text, replacing
@@ -113,6 +113,10 @@ def _config(model: Any, args: Options | None) -> Json:
     description = describe(model, args)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = {"ermoe_version": __version__, "save": uuid.uuid4().hex, "dtype": dtype, "ermoe": description}
+    if description["family"].startswith("hugging_face") and description["sparsity"] is not None:
+        from ermoe.models.hugging_face import config_json  # seconds, which models of other families need not wait for
+
+        return {**config, **config_json(model), "dtype": dtype}
     if not description["family"].startswith("timm"):
         return config
     dense = description["dense"]
@@ -186,11 +190,27 @@ def _read_config(path: Path) -> Json:
     text = read_text(path, "save the model again", limit=LARGEST_JSON)
     try:
         config: Json = json.loads(text)
+        if str(config.get("model_type", "")).startswith(_auto_classes.PREFIX):
+            config["ermoe"] = _from_transformers(config)
         if not {"family", "dense", "sparsity", "merged"} <= config["ermoe"].keys() or "dtype" not in config:
             raise KeyError("ermoe")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is damaged or was not written by ermoe.save: save the model again") from None
     return config
+
+
+def _from_transformers(config: Json) -> Description:
+    """What transformers' configuration of a sparse model says, in the words of `describe`."""
+    dense = {name: value for name, value in config.items() if name not in ("ermoe", "save", "ermoe_version")}
+    dense["model_type"] = config["model_type"].removeprefix(_auto_classes.PREFIX)
+    for part in (dense, dense.get("vision_config", {})):
+        part.pop(_auto_classes.NOTICE, None)
+    return {
+        "family": "hugging_face_timm" if dense["model_type"] == "timm_wrapper" else "hugging_face_vit",
+        "dense": {"class": config["architectures"][0].removeprefix(_auto_classes.NAME), "config": dense},
+        "sparsity": config["ermoe"]["sparsity"],
+        "merged": config["ermoe"]["merged"],
+    }
 
 
 def _rebuild(config: Json, path: Path, *, device: str = "cpu") -> nn.Module:

@@ -106,8 +106,10 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         weights = [(linear.weight(), linear.bias) for linear in networks.linears()]
         densify(block)
         family.ffn(block).assign((_mean(W_EIO), None if b_EO is None else _mean(b_EO)) for W_EIO, b_EO in weights)
+    backbone = family.backbone(model)
     for name in ("sparsity", "output_error", "group_fits", "no_weight_decay"):
-        family.backbone(model).__dict__.pop(name, None)
+        backbone.__dict__.pop(name, None)
+    family_of(backbone).mark(backbone, None)
     return model
 
 

@@ -420,6 +420,7 @@ def mark_sparse(model: Any, sparsity: Sparsity) -> None:
     if replace(before, blocks=sparsity.blocks, merged=sparsity.merged) == sparsity:
         sparsity = replace(sparsity, blocks=tuple(sorted({*before.blocks, *sparsity.blocks})))
     model.sparsity = sparsity
+    family_of(model).mark(model, sparsity)
     if hasattr(model, "no_weight_decay"):
         names = frozenset(type(model).no_weight_decay(model)) | no_weight_decay(model)
         model.no_weight_decay = partial(set, names)  # the names, not the model: a cycle would delay its release

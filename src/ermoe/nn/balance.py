@@ -48,22 +48,34 @@ class Balance(nn.Module, ABC):
 
     def __init__(self, num_experts: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.register_buffer("offset_E", torch.zeros(num_experts, device=device))
-        # Not a buffer: DDP broadcasts buffers from rank 0, which would overwrite what the other ranks counted.
-        self._accumulator = torch.zeros(2 * num_experts + 2, device=device)
+        self.register_buffer("offset_E", torch.zeros(num_experts, device=device, dtype=torch.float32))
+        # Not a buffer: DDP broadcasts buffers from rank 0, which would overwrite what the other ranks counted. On the
+        # meta device there is none, because whoever gives the buffers memory there, one by one, does not know of it.
+        self._counted: Tensor | None = None if self.offset_E.is_meta else self._nothing()
+
+    def _nothing(self) -> Tensor:
+        return self.offset_E.new_zeros(2 * len(self.offset_E) + 2, dtype=torch.float32)
+
+    @property
+    def _accumulator(self) -> Tensor:
+        """What was seen since the last update, where the offsets are."""
+        if self._counted is None or self._counted.device != self.offset_E.device:
+            self._counted = self._nothing()
+        return self._counted
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Balance:
         """Follows the module to another device, but stays in float32 when it is cast to half precision."""
-        offset_E, accumulator = self.offset_E, self._accumulator
+        offset_E, counted = self.offset_E, self._counted
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.offset_E = _moved_in_float32(offset_E, self.offset_E)
-        self._accumulator = _moved_in_float32(accumulator, fn(accumulator))
+        if counted is not None:
+            self._counted = None if self.offset_E.is_meta else _moved_in_float32(counted, fn(counted))
         return self
 
     def reset_parameters(self) -> None:
         """Zero offsets, nothing seen."""
         self.offset_E.zero_()
-        self._accumulator.zero_()
+        self._counted = None if self.offset_E.is_meta else self._nothing()
 
     @torch.no_grad()
     def observe(self, routing: Routing) -> None:
@@ -76,7 +88,7 @@ class Balance(nn.Module, ABC):
         ranking_TE = score_TE + self.offset_E
         variance_T = (ranking_TE - ranking_TE.mean(-1, keepdim=True)).square().mean(-1)
         totals = torch.stack([(variance_T * real_T).sum(), real_T.sum()])
-        self._accumulator += torch.cat([routing.count_E.float(), real_T @ score_TE, totals])
+        self._accumulator.add_(torch.cat([routing.count_E.float(), real_T @ score_TE, totals]))
 
     @abstractmethod
     def move(self, seen: Seen) -> None:

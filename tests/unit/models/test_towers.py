@@ -2,16 +2,19 @@
 
 import copy
 import json
+import pickle
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ermoe
 from ermoe.errors import UserError
 from ermoe.models.backbones import family_of
 from ermoe.models.upcycle import restart_ffns
-from support.backbones import apart, distance, perturb
-from support.towers import HUGGING_FACE, NAMES, tensors, tower
+from support.backbones import apart, build, distance, perturb
+from support.towers import HUGGING_FACE, NAMES, VIT, tensors, tower
 
 
 def perturbed(name):
@@ -31,6 +34,24 @@ def says(model, inputs):
     return {name: tensor for name, tensor in said.items() if tensor.numel() > 1}
 
 
+def from_transformers(model, folder):
+    """A model as ``save_pretrained`` left it: by an Auto class that knows it, or else its own, and by ermoe."""
+    from transformers.models.auto import modeling_auto
+
+    model.save_pretrained(folder)
+    kinds = [kind for kind in vars(modeling_auto).values() if isinstance(kind, type)]
+    autos = [kind for kind in kinds if getattr(kind, "_model_mapping", None) is not None]
+    known = [auto for auto in autos if auto._model_mapping.get(type(model.config), None) is type(model)]
+    known = [auto for auto in known if auto is not modeling_auto.AutoBackbone]  # which takes no folders
+    return (known or [type(model)])[0].from_pretrained(folder), ermoe.load(folder)
+
+
+def is_on_meta(module):
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()) or any(
+        tensor.is_meta for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_gradients_and_files(name, tmp_path):
     dense, inputs = perturbed(name)
@@ -47,6 +68,11 @@ def test_outputs_gradients_and_files(name, tmp_path):
         ermoe.save(sparse, tmp_path)
         loaded = says(ermoe.load(tmp_path).eval(), inputs)
         assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
+        for loaded in from_transformers(sparse, tmp_path / "pretrained") if name in HUGGING_FACE else ():
+            assert type(loaded) is type(sparse)
+            assert not any(is_on_meta(module) for module in loaded.modules())
+            for key, tensor in says(loaded.eval(), inputs).items():
+                torch.testing.assert_close(tensor, after[key], msg=key)
     with_gradients = (tensor for tensor in says(sparse, inputs).values() if tensor.requires_grad)
     sum(tensor.square().sum() + tensor.sum() for tensor in with_gradients).backward()
     learned = {name for name, parameter in sparse.named_parameters() if parameter.grad is not None}
@@ -135,3 +161,77 @@ def test_a_file_cannot_name_foreign_code(name, path, value, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=reason):
         ermoe.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    return apart(ermoe.upcycle(build("hugging face")[0], num_experts=4, blocks=[1, 3]))
+
+
+@pytest.fixture(scope="module")
+def folder(sparse, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    sparse.save_pretrained(folder)
+    return folder
+
+
+class TestTransformersOwnFiles:
+    def test_a_dense_class_is_told_instead_of_drawing_networks_anew(self, folder, tmp_path):
+        from transformers import CLIPVisionModel, ViTForImageClassification
+
+        with pytest.raises(ValueError, match="this model is sparse: import ermoe"):
+            ViTForImageClassification.from_pretrained(folder)
+        ermoe.upcycle(tower("CLIPModel")[0], num_experts=2).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="this model is sparse: import ermoe"):
+            CLIPVisionModel.from_pretrained(tmp_path)
+
+    def test_heads_and_precisions_can_be_others(self, sparse, folder):
+        from transformers import AutoModel, AutoModelForImageClassification
+
+        half = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.bfloat16)
+        assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in half.buffers()} == {torch.float32}  # offsets
+        options = {"num_labels": 3, "ignore_mismatched_sizes": True}
+        three = AutoModelForImageClassification.from_pretrained(folder, **options)
+        headless = AutoModel.from_pretrained(folder)
+        basis = sparse.vit.layers[3].mlp.experts.up.U
+        assert three.classifier.out_features == 3
+        assert torch.equal(three.vit.layers[3].mlp.experts.up.U, basis)
+        assert torch.equal(headless.layers[3].mlp.experts.up.U, basis)
+
+    def test_a_sparse_model_can_start_from_its_configuration(self, sparse):
+        from transformers import AutoModelForImageClassification
+
+        fresh = AutoModelForImageClassification.from_config(ermoe.merge(sparse).config)
+        assert type(fresh) is type(sparse)
+        assert fresh.sparsity.merged
+        assert all(parameter.isfinite().all() for parameter in fresh.parameters())
+        assert type(pickle.loads(pickle.dumps(fresh))) is type(sparse)
+
+    def test_other_models_of_a_configuration_stay_dense(self, tmp_path):
+        from transformers import ViTForImageClassification
+
+        dense, _ = build("hugging face")
+        config = dense.config
+        sparse = ermoe.upcycle(dense, num_experts=2, inplace=True)
+        assert sparse.vit.config is sparse.config
+        ViTForImageClassification(config).save_pretrained(tmp_path)
+        assert type(ViTForImageClassification.from_pretrained(tmp_path)) is ViTForImageClassification
+        again = ermoe.to_dense(sparse)
+        assert type(again) is ViTForImageClassification
+        assert type(again.vit.config) is type(config)
+        assert not hasattr(again.config, "ermoe")
+
+    def test_weights_of_experts_are_never_drawn_anew(self, folder, tmp_path):
+        from transformers import AutoModelForImageClassification, ViTConfig
+
+        from ermoe.models.hugging_face import SparseViTForImageClassification
+
+        shutil.copytree(folder, tmp_path / "copy")
+        weights = load_file(folder / "model.safetensors")
+        del weights["vit.layers.3.mlp.experts.up.U"]
+        save_file(weights, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=r"lacks weights of experts, for example vit\.layers\.3\.mlp"):
+            AutoModelForImageClassification.from_pretrained(tmp_path / "copy")
+        with pytest.raises(UserError, match="does not say how a SparseViTForImageClassification is sparse"):
+            SparseViTForImageClassification(ViTConfig(**VIT))

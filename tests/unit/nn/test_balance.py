@@ -1,5 +1,7 @@
 """Offsets bring loads to equality without a loss, and count every token once."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +113,19 @@ def test_a_batch_that_overflows_moves_no_offset(balance, poison):
     update_balance(layer)
     assert layer.router.balance.offset_E.isfinite().all()
     assert not torch.equal(layer.router.balance.offset_E, before)
+
+
+@pytest.mark.parametrize("balance", ["offset", "mean"])
+def test_counts_survive_whoever_gives_a_layer_on_the_meta_device_its_memory(balance):
+    """Some give each buffer memory of its own, and know of nothing but buffers and parameters."""
+    real = EigenMoE(16, num_experts=4, balance=balance)
+    empty = [EigenMoE(16, num_experts=4, balance=balance, device="meta") for _ in range(2)]
+    assert not any(isinstance(v, torch.Tensor) for m in empty[0].modules() for v in vars(m).values())
+    empty[0].load_state_dict(copy.deepcopy(real.state_dict()), assign=True)
+    empty[1].to_empty(device="cpu").load_state_dict(real.state_dict())
+    x, context = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    for layer in (real, *empty):
+        layer(x, context)
+        update_balance(layer)
+        assert layer.router.balance.offset_E.any()
+        assert torch.equal(layer.router.balance.offset_E, real.router.balance.offset_E)

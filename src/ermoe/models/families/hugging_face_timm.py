@@ -10,10 +10,10 @@ from transformers.models.timm_wrapper import modeling_timm_wrapper
 from ermoe.files import Json
 from ermoe.models.families import timm_architecture
 from ermoe.models.families.around import Around
-from ermoe.models.families.hugging_face_vit import build, classes_of, describe
+from ermoe.models.families.hugging_face_vit import HuggingFace, build, classes_of, describe
 
 
-class HuggingFaceTimm(Around):
+class HuggingFaceTimm(HuggingFace, Around):
     """The backbone is the timm model inside."""
 
     def inside(self, model: Any) -> str:
@@ -21,7 +21,7 @@ class HuggingFaceTimm(Around):
 
     def describe(self, model: Any) -> Json:
         """The class and its configuration."""
-        return describe(model, model.config.to_dict())
+        return describe(model, whole=True)
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         config = description["config"]

@@ -233,7 +233,16 @@ _SPARSE: dict[type[nn.Module], type[SparseLayer]] = {
 _LAYERS = ("layers", "encoder.layers", "encoder.layer", "model.layer")
 
 
-class HuggingFaceViT(Family):
+class HuggingFace(Family):
+    """What all models of transformers have: a class and a configuration, from which they are built again."""
+
+    def mark(self, model: Any, sparsity: Any) -> None:
+        from ermoe.models import hugging_face  # which builds sparse models, and so asks here
+
+        hugging_face.mark(model, sparsity)
+
+
+class HuggingFaceViT(HuggingFace):
     """Blocks are the layers of the tower that sees. The dropout of their feed-forward networks stays with them."""
 
     library = "transformers'"
@@ -290,7 +299,7 @@ class HuggingFaceViT(Family):
 
     def describe(self, model: Any) -> Json:
         """The class and its configuration."""
-        return describe(model, model.config.to_diff_dict())
+        return describe(model)
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         return build(classes_of(*_MODULES), description, device=device)
@@ -301,12 +310,21 @@ def classes_of(*modules: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for module in modules for name in module.__all__}
 
 
-def describe(model: Any, config: Json) -> Json:
-    """The class of a model and its configuration, with the kind of attention where that is not the usual one."""
-    is_eager = model.config._attn_implementation == "eager"
+def describe(model: Any, *, whole: bool = False) -> Json:
+    """The dense class of a model and its configuration, with the kind of attention where that is not the usual one.
+
+    A ``whole`` configuration also has what is as in any other.
+    """
+    from ermoe.models.hugging_face import dense_class, dense_config
+
+    config = dense_config(model.config)
+    is_eager = config._attn_implementation == "eager"
     return {
-        "class": type(model).__name__,
-        "config": {**config, **({"attn_implementation": "eager"} if is_eager else {})},
+        "class": dense_class(model).__name__,
+        "config": {
+            **(config.to_dict() if whole else config.to_diff_dict()),
+            **({"attn_implementation": "eager"} if is_eager else {}),
+        },
     }
 
 
