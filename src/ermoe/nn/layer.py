@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.nn.experts import Experts
-from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, TopKRouter
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
+from ermoe.nn.tracing import has_static_shapes, is_recomputing, is_transformed, refuse_jit_trace
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -104,6 +104,11 @@ class MixtureLayer(nn.Module, ABC):
 
     def tell_observers(self, routing: Routing) -> None:
         """Shows a forward pass to whoever watches, unless it is a repetition of one already shown."""
+        if self.observers and is_transformed():
+            raise ValueError(
+                "routing cannot be recorded inside torch.func's transformations, where a tensor stands for many "
+                "samples: record a plain forward pass of the same images"
+            )
         if self.observers and not is_recomputing():
             for observer in self.observers:
                 observer(routing)
@@ -135,6 +140,7 @@ def only_real(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim: int, needs_context: bool) -> None:
     """Raises a ValueError that says what is wrong with a layer's input."""
+    refuse_jit_trace()
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
     if x.shape[-1] != dim:
@@ -150,7 +156,7 @@ def _check_inputs(x: Tensor, context: Tensor | None, mask: Tensor | None, *, dim
         raise ValueError(f"mask has shape {tuple(mask.shape)}: need {tuple(x.shape[:-1])}, True for real tokens")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}: need torch.bool, True for real tokens")
-    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+    if not has_static_shapes() and torch.is_anomaly_enabled():
         for name, tensor in (("x", x), ("context", context)):
             if tensor is not None and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} holds NaN or infinity (checked because torch's anomaly detection is on)")
