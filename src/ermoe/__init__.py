@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
     from ermoe.models.export import export
-    from ermoe.models.freeze import freeze, unfreeze
+    from ermoe.models.freeze import freeze, lora_targets, unfreeze
     from ermoe.models.hub import push
     from ermoe.models.io import load, save
     from ermoe.models.merge import merge, to_dense
@@ -42,7 +42,7 @@ _HOMES = {
     "ermoe.models.calibrate": ("calibrate",),
     "ermoe.models.count": ("count",),
     "ermoe.models.export": ("export",),
-    "ermoe.models.freeze": ("freeze", "unfreeze"),
+    "ermoe.models.freeze": ("freeze", "lora_targets", "unfreeze"),
     "ermoe.models.hub": ("push",),
     "ermoe.models.io": ("load", "save"),
     "ermoe.models.merge": ("merge", "to_dense"),
@@ -61,9 +61,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
-    "freeze",
-    "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
-    "push", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
+    "freeze", "load", "load_weights", "lora_targets", "merge", "no_weight_decay", "open_captions", "open_images",
+    "orthogonality_loss", "preset", "push", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle",
+    "update_balance",
 ]  # fmt: skip
 
 

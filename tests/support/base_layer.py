@@ -21,7 +21,7 @@ class Sublayers(nn.Module):
     def __init__(self, dim: int, stack: list[Experts], *, eps: float = 1e-5) -> None:
         super().__init__()
         self.stack = nn.ModuleList(stack)
-        parameter = stack[0].up.weight()
+        parameter = stack[0].up.matrices()
         shape = (len(stack), stack[0].num_experts, dim)
         self.ln_weight_LED = nn.Parameter(parameter.new_empty(shape))
         self.ln_bias_LED = nn.Parameter(parameter.new_empty(shape))
@@ -49,7 +49,7 @@ class Sublayers(nn.Module):
             self.ln_weight_LED.fill_(1)
             self.ln_bias_LED.zero_()
             for experts in self._layers():
-                experts.down.weight().zero_()
+                experts.down.matrices().zero_()
 
     def _layers(self) -> list[Experts]:
         return [experts for experts in self.stack if isinstance(experts, Experts)]

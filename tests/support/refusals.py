@@ -42,7 +42,12 @@ class Adapted(nn.Module):
         return self.linear(x) + self.added(x)
 
 
+class LoRA(Adapted):
+    base_layer = None  # as the layers of peft have
+
+
 Doubled.__module__ = Adapted.__module__ = "mine"  # whoever runs this file
+LoRA.__module__ = "peft.tuners.lora.layer"  # the real one: tests/training/models/test_lora.py
 
 
 class TwoTowers(nn.Module):
@@ -72,7 +77,8 @@ REFUSALS = {
     "a hook on attention": (lambda: _with(lambda attn: attn.register_forward_hook(_nothing), "attn"), {}),
     "attention whose `forward` was replaced": (lambda: _with(lambda attn: setattr(attn, "forward", print), "attn"), {}),
     "a subclass of `nn.Linear`": (lambda: _with(lambda mlp: setattr(mlp.fc1, "__class__", Doubled)), {}),
-    "an adapter (LoRA) that is not merged": (lambda: _with(lambda mlp: setattr(mlp, "fc1", Adapted(mlp.fc1))), {}),
+    "a LoRA that is not merged, wherever it is": (lambda: _with(lambda mlp: setattr(mlp, "fc1", LoRA(mlp.fc1))), {}),
+    "an adapter of your own": (lambda: _with(lambda mlp: setattr(mlp, "fc1", Adapted(mlp.fc1))), {}),
     "a parametrization": (lambda: _with(lambda mlp: parametrizations.weight_norm(mlp.fc1)), {}),
     "pruned weights, old weight norms": (lambda: _with(lambda mlp: prune.l1_unstructured(mlp.fc1, "weight", 0.3)), {}),
     "integer weights": (lambda: _with(lambda mlp: setattr(mlp.fc1, "weight", _quantised(mlp.fc1))), {}),

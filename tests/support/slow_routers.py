@@ -98,4 +98,4 @@ def experts_loop(experts, x_TD, weight_TE):
 
 def run_expert(experts, e, rows):
     up, down = experts.up, experts.down
-    return experts.act(rows @ up.weight()[e] + up.bias[e]) @ down.weight()[e] + down.bias[e]
+    return experts.act(rows @ up.matrices()[e] + up.bias[e]) @ down.matrices()[e] + down.bias[e]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import SparseBlock, family_of
+from ermoe.models.obstacles import refuse_adapters
 from ermoe.models.passes import input_shape, run_without_data
 from ermoe.nn import Experts, MixtureLayer, MoE, moe_layers
 from ermoe.nn.rivals.soft import SoftMoE
@@ -65,6 +66,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     >>> counted.total_parameters, round(counted.flops.total / 2e9, 2)  # the second as multiply-adds
     (5717416, 1.25)
     """
+    refuse_adapters(model)
     blocks = family_of(model).blocks(model)
     if not blocks:
         raise UserError(f"this {type(model).__name__} has no transformer blocks, which are what ermoe counts")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from ermoe.errors import UserError
 from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
-from ermoe.models.passes import Eye, answer, evaluating, every_expert, input_shape
+from ermoe.models.passes import Eye, answer, evaluating, input_shape
 from ermoe.nn import MoE, moe_layers
 
 _PATHS = ("every-expert", "capacity")
@@ -68,15 +67,15 @@ def export(
         raise UserError(f"{file}: onnxruntime knows no bfloat16; export model.float(), or to a name that ends in .pt2")
     shape = (2 if dynamic_batch else 1, *input_shape(model, image_size))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()))
-    program = to_program(model, images, path=path, capacity_factor=capacity_factor, dynamic_batch=dynamic_batch)
+    options: dict[str, Any] = {"path": path, "capacity_factor": capacity_factor, "dynamic_batch": dynamic_batch}
     with torch.no_grad(), evaluating(model):
         expected = _TensorOutput(model)(images)
     with replacing(file) as draft:
         if _FORMATS[file.suffix] == "torch":
-            torch.export.save(program, draft)
+            torch.export.save(to_program(model, images, **options), draft)
             outputs = torch.export.load(draft).module()(images)
         else:
-            _write_onnx(program, draft)
+            _write_onnx(model, images, draft, **options)
             outputs = _run_onnx(draft, images)
     size = expected.square().mean().sqrt().clamp_min(1e-30)
     return Exported(file, float((outputs - expected).abs().max() / size))
@@ -91,14 +90,26 @@ def to_program(
     dynamic_batch: bool = True,
 ) -> ExportedProgram:
     """The model, merged, as a graph of torch's own operators along one of the static paths."""
+    static = _static(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    with torch.no_grad():
+        return torch.export.export(static, (images,), dynamic_shapes=_shapes(dynamic_batch))
+
+
+def _static(model: nn.Module, path: str, capacity_factor: float, *, dynamic_batch: bool) -> nn.Module:
+    """A merged copy of the model whose layers take one of the static paths."""
     if dynamic_batch:
         _refuse_shared_places(model)
     model = merge(copy.deepcopy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
-    shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
-    with torch.no_grad(), every_expert(model) if path == "every-expert" else nullcontext():
-        return torch.export.export(_TensorOutput(model), (images,), dynamic_shapes=shapes)
+    else:
+        for layer in moe_layers(model).values():
+            layer.every_expert = True
+    return _TensorOutput(model).eval()
+
+
+def _shapes(dynamic_batch: bool) -> tuple[dict[int, Dim]] | None:
+    return ({0: Dim("batch", min=1)},) if dynamic_batch else None
 
 
 def _refuse_shared_places(model: nn.Module) -> None:
@@ -126,28 +137,22 @@ class _TensorOutput(Eye):
         return answer(super().forward(batch))
 
 
-def _write_onnx(program: ExportedProgram, file: Path) -> None:
+def _write_onnx(
+    model: nn.Module, images: Tensor, file: Path, *, path: str, capacity_factor: float, dynamic_batch: bool
+) -> None:
     _need("onnx", "onnxscript")
-    torch.onnx.export(
-        program,
-        f=file,
-        input_names=["images"],
-        output_names=["outputs"],
-        external_data=False,
-        verbose=False,
-        custom_translation_table={torch.ops.aten.sort.stable: _stable_sort()},
-    )
-
-
-def _stable_sort() -> Any:
-    """torch's stable sort in ONNX, whose TopK puts the lower index first among equal values."""
-    from onnxscript import opset18 as op
-
-    def sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-        length: Any = op.Slice(op.Shape(self), [dim], [dim + 1] if dim != -1 else [2**31 - 1])  # type: ignore[type-var]
-        return op.TopK(self, length, axis=dim, largest=int(descending), sorted=1)
-
-    return sort
+    static = _static(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    with torch.no_grad():
+        torch.onnx.export(
+            static,
+            (images,),
+            file,
+            input_names=["images"],
+            output_names=["outputs"],
+            dynamic_shapes=_shapes(dynamic_batch),
+            external_data=False,
+            verbose=False,
+        )
 
 
 def _run_onnx(file: Path, images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.nn import MixtureLayer
+from ermoe.nn.experts import DenseLinear
 
 CLASSIFIERS = ("head", "head_dist", "heads", "classifier", "cls_classifier", "distillation_classifier")
 _HEADS = (*CLASSIFIERS, "fc_norm", "attn_pool")
@@ -33,6 +34,32 @@ def freeze(model: nn.Module, *parts: str) -> list[str]:
 def unfreeze(model: nn.Module, *parts: str) -> list[str]:
     """Lets parameters learn again; parts as in `freeze`."""
     return _set(model, parts, learns=True)
+
+
+def lora_targets(model: nn.Module) -> list[str]:
+    """The experts' weights by name, for ``target_parameters`` of peft's ``LoraConfig``; those of shared experts, where
+    the others start silent.
+
+    Plain weights are named as they are. Of W = U diag(s) Vᵀ it is one factor, V where tokens enter and U where they
+    leave: at full rank a low-rank change of it is a low-rank change of W, and the basis that routes stays as it is.
+
+    >>> import timm
+    >>> from ermoe.models.upcycle import upcycle
+    >>> lora_targets(upcycle(timm.create_model("test_vit"), blocks=[5]))
+    ['blocks.5.mlp.experts.up.V', 'blocks.5.mlp.experts.down.U']
+    """
+    names = []
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, MixtureLayer):
+            part, experts = ("experts", layer.experts) if layer.shared is None else ("shared", layer.shared)
+            for name in ("gate", "up", "down"):
+                linear = getattr(experts, name)
+                if linear is not None:
+                    factor = "W" if isinstance(linear, DenseLinear) else "U" if name == "down" else "V"
+                    names.append(f"{prefix}.{part}.{name}.{factor}".lstrip("."))
+    if not names:
+        raise UserError(f"this {type(model).__name__} has no layers of experts: make it sparse with ermoe.upcycle")
+    return names
 
 
 def _set(model: nn.Module, parts: tuple[str, ...], *, learns: bool) -> list[str]:

@@ -24,6 +24,7 @@ from ermoe.errors import UserError
 from ermoe.files import LARGEST_JSON, Json, StrPath, naming_what_cannot_be_read, printable, read_text, replacing
 from ermoe.models.backbones import Family, family_name, family_named, family_of
 from ermoe.models.merge import merge
+from ermoe.models.obstacles import refuse_adapters
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.models.weights.compare import difference
 from ermoe.models.weights.stored import check_numbers, declared, first_line, no_larger_than, read_checkpoint
@@ -237,6 +238,7 @@ def describe(model: nn.Module, args: Options | None = None) -> Description:
     What is written is built at once, and compared: what a description cannot say is an error now, not a wrong model
     when it is loaded.
     """
+    refuse_adapters(model)
     family = family_of(model)
     sparsity = getattr(family.backbone(model), "sparsity", None)
     description: Description = {

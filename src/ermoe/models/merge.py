@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.models.backbones import SparseBlock, densify, family_of
+from ermoe.models.obstacles import refuse_adapters
 from ermoe.models.upcycle import Sparsity, mark_sparse, sparsity_of
 from ermoe.nn import DenseLinear, EigenLinear, MoE, Score, TopKRouter
 
@@ -32,6 +33,7 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     >>> torch.allclose(merged(x, context), layer(x, context), atol=1e-5), type(merged.experts.up).__name__
     (True, 'DenseLinear')
     """
+    refuse_adapters(model)
     model = model if inplace else copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, MoE):
@@ -67,7 +69,7 @@ def _merged(linear: EigenLinear) -> DenseLinear:
     dense = DenseLinear(
         num_experts, in_dim, linear.V.shape[1], bias=bias is not None, device="meta", dtype=linear.U.dtype
     )
-    dense.W = nn.Parameter(linear.weight(), requires_grad=linear.U.requires_grad)
+    dense.W = nn.Parameter(linear.matrices(), requires_grad=linear.U.requires_grad)
     dense.bias = bias
     return dense.train(linear.training)
 
@@ -95,6 +97,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     >>> torch.allclose(again(images), dense(images), atol=1e-5), again.state_dict().keys() == dense.state_dict().keys()
     (True, True)
     """
+    refuse_adapters(model)
     sparsity_of(model)
     family = family_of(model)
     model = model if inplace else copy.deepcopy(model)
@@ -103,7 +106,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         _check_equal(name, block)
     for _, block in sparse:
         networks = block.mlp.experts if block.mlp.shared is None else block.mlp.shared
-        weights = [(linear.weight(), linear.bias) for linear in networks.linears()]
+        weights = [(linear.matrices(), linear.bias) for linear in networks.linears()]
         densify(block)
         family.ffn(block).assign((_mean(W_EIO), None if b_EO is None else _mean(b_EO)) for W_EIO, b_EO in weights)
     backbone = family.backbone(model)
@@ -117,7 +120,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 def _check_equal(name: str, block: SparseBlock) -> None:
     if block.mlp.shared is not None:
         last = block.mlp.experts.down
-        if bool(last.weight().any()) or (last.bias is not None and bool(last.bias.any())):
+        if bool(last.matrices().any()) or (last.bias is not None and bool(last.bias.any())):
             raise UserError(
                 f"the experts of {name} add to the dense network by now: only while they are silent, as right after "
                 "ermoe.upcycle, is the model a dense one"
@@ -133,7 +136,7 @@ def _check_equal(name: str, block: SparseBlock) -> None:
 
 def _apart(linear: EigenLinear | DenseLinear) -> float:
     """The largest distance of an expert from the mean expert, relative to the latter."""
-    weight_EIO = linear.weight()
+    weight_EIO = linear.matrices()
     mean_IO = weight_EIO.mean(0)
     apart = float((weight_EIO - mean_IO).norm(dim=(1, 2)).max() / mean_IO.norm().clamp_min(1e-30))
     if linear.bias is None:

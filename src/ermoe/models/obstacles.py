@@ -11,11 +11,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ermoe.errors import UserError
 from ermoe.models.backbones import dense_network
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HUGGING_FACE_LISTENS = "transformers.utils.output_capturing"
 _REWRITTEN = ("weight_g", "weight_orig")  # of torch's weight_norm, spectral_norm and prune
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuses a model whose weights are not what it computes with, because adapters of peft add to them."""
+    adapted = next((path for path, module in model.named_modules() if _is_of_peft(module)), None)
+    if adapted is not None:
+        raise UserError(
+            f"{adapted} has an adapter of peft, which is not a part of the weights yet: merge it first, with the "
+            "merge_and_unload() of the PeftModel"
+        )
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.") and hasattr(module, "base_layer")
 
 
 def obstacle(block: Any) -> str | None:
@@ -38,6 +53,16 @@ def bypassed(attention: nn.Module) -> str | None:
     if "forward" in vars(attention):
         return f"its {kind} has a forward of its own, which would no longer be called; delete that first, {remedy}"
     return None
+
+
+def packed(attention: Any) -> Any:
+    """An attention module whose packed weights a sparse block may read itself: what adapts them would be left out."""
+    if hasattr(attention, "base_layer"):
+        raise UserError(
+            "an adapter around attention with packed weights would be left out where a block needs a context: leave it "
+            "out of target_modules, or use score='prototype' or score='energy' in ermoe.upcycle"
+        )
+    return attention
 
 
 def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
@@ -74,8 +99,8 @@ def not_linear(module: nn.Module) -> str:
     """What is wrong with a module that is in the place of a linear layer."""
     kind = type(module)
     return (
-        f"is a {kind.__module__}.{kind.__qualname__} and no plain linear layer; merge what was added to it (in peft, "
-        "merge_and_unload), or convert the model before it is adapted or quantised"
+        f"is a {kind.__module__}.{kind.__qualname__} and no plain linear layer; merge what was added to it, or convert "
+        "the model before it is adapted or quantised"
     )
 
 

@@ -22,7 +22,7 @@ from ermoe.models.clusters import GroupFit, fill_from_groups
 from ermoe.models.eigen_init import fill_beside_dense, fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.fitting import fitted
 from ermoe.models.inside import bare
-from ermoe.models.obstacles import bypassed, obstacle
+from ermoe.models.obstacles import bypassed, obstacle, refuse_adapters
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.registry import LAYERS, build_layer, options_of
@@ -204,6 +204,7 @@ def upcycle(
         )
     was_in_use = not (inplace and init in _FROM_SCRATCH)  # or it was built a moment ago, to become sparse
     if was_in_use:
+        refuse_adapters(model)
         model = bare(model, inplace=inplace)
     family = family_of(model)
     if router not in LAYERS:

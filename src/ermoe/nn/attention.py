@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ermoe.nn.precision import full_precision, widen
+from ermoe.nn.tracing import is_transformed
 
 _FEW_QUERIES = 256  # up to here, keeping the weights of one pass costs less time than a second pass
 
@@ -61,7 +62,7 @@ def attend(
         inputs = (q_BhNd[:, :, rows], k_BhNd, v_BhNd, row_bias, scale, dropout)
         parts.append(
             checkpoint(_attend_chunk, *inputs, use_reentrant=False)
-            if torch.is_grad_enabled()
+            if torch.is_grad_enabled() and not is_transformed()
             else _attend_chunk(*inputs)
         )
     outputs, weights = zip(*parts, strict=True)

@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routing import Routing
+from ermoe.nn.tracing import is_recomputing, is_transformed
 
 
 @dataclass(slots=True)
@@ -39,6 +40,22 @@ class Seen:
         """Reads the accumulator of a `Balance`."""
         num_experts = (len(flat) - 2) // 2
         return cls(flat[:num_experts], flat[num_experts : 2 * num_experts], flat[-2], flat[-1])
+
+
+class _AddOfAllSamples(torch.autograd.Function):
+    """Adds what was seen from within torch.func, whose functions may change nothing outside: vmap's samples summed."""
+
+    @staticmethod
+    def forward(seen: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        return add(seen).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass  # counts have no gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], seen: Tensor, add: Callable[[Tensor], Tensor]) -> tuple[Any, None]:
+        return _AddOfAllSamples.apply(seen.sum(in_dims[0]), add), None
 
 
 class Balance(nn.Module, ABC):
@@ -88,7 +105,11 @@ class Balance(nn.Module, ABC):
         ranking_TE = score_TE + self.offset_E
         variance_T = (ranking_TE - ranking_TE.mean(-1, keepdim=True)).square().mean(-1)
         totals = torch.stack([(variance_T * real_T).sum(), real_T.sum()])
-        self._accumulator.add_(torch.cat([routing.count_E.float(), real_T @ score_TE, totals]))
+        seen = torch.cat([routing.count_E.float(), real_T @ score_TE, totals])
+        if is_transformed():
+            _AddOfAllSamples.apply(seen, self._accumulator.add_)
+        else:
+            self._accumulator.add_(seen)
 
     @abstractmethod
     def move(self, seen: Seen) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ermoe.nn.order import falling_order, is_one_of
 from ermoe.nn.precision import double
 
 
@@ -61,8 +61,8 @@ def queue_positions(
     """
     num_groups, num_tokens, top_k = expert_GSK.shape
     kept_GSK = torch.ones_like(expert_GSK, dtype=torch.bool) if kept_GSK is None else kept_GSK
-    order_GS = None if priority_GS is None else torch.argsort(priority_GS, dim=1, descending=True, stable=True)
-    proposal_GSKE = F.one_hot(expert_GSK, num_experts) * kept_GSK.unsqueeze(-1)
+    order_GS = None if priority_GS is None else falling_order(priority_GS, dim=1)
+    proposal_GSKE = is_one_of(expert_GSK, num_experts).long() * kept_GSK.unsqueeze(-1)
     if order_GS is not None:
         proposal_GSKE = proposal_GSKE.gather(1, order_GS[:, :, None, None].expand_as(proposal_GSKE))
     queue_GQE = proposal_GSKE.transpose(1, 2).reshape(num_groups, top_k * num_tokens, num_experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ermoe.nn import products
 from ermoe.nn.basis import random_basis
 from ermoe.nn.products import Products
 from ermoe.nn.start import Start, parameter
+from ermoe.nn.tracing import is_for_onnx, is_transformed
 
 
 class EigenLinear(nn.Module):
@@ -58,15 +59,26 @@ class EigenLinear(nn.Module):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def forward(self, x: Tensor, ops: Products) -> Tensor:
-        """((x U) · s) Vᵀ + b, or x W + b where so many rows share an expert that building W first is cheaper."""
+    def forward(self, x: Tensor | None, ops: Products | None) -> Tensor:
+        """((x U) · s) Vᵀ + b, or x W + b where so many rows share an expert that building W first is cheaper.
+
+        A graph in a file takes any number of rows, so none decides there. Without rows it is U: what wraps this module
+        to change a parameter, as adapters do, changes it in here alone.
+        """
+        if x is None or ops is None:
+            return self.U
         (_, in_dim, rank), out_dim = self.U.shape, self.V.shape[1]
         saved_per_row = rank * (in_dim + out_dim) - in_dim * out_dim
-        if ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
+        if not torch.compiler.is_exporting() and ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
             return ops.merged(x, self.U, self.s, self.V, self.bias)
         return ops.linear(ops.scale(ops.linear(x, self.U), self.s), self.V, self.bias, transposed=True)
 
-    def weight(self) -> Tensor:
+    @property
+    def in_dim(self) -> int:
+        """Width I of what comes in."""
+        return self.U.shape[1]
+
+    def matrices(self) -> Tensor:
         """The materialised weights, (E, I, O)."""
         return (self.U * self.s.unsqueeze(1)) @ self.V.mT
 
@@ -103,7 +115,12 @@ class DenseLinear(nn.Module):
         """x W + b."""
         return ops.linear(x, self.W, self.bias)
 
-    def weight(self) -> Tensor:
+    @property
+    def in_dim(self) -> int:
+        """Width I of what comes in."""
+        return self.W.shape[1]
+
+    def matrices(self) -> Tensor:
         """The weights, (E, I, O)."""
         return self.W
 
@@ -152,12 +169,12 @@ class Experts(nn.Module):
     @property
     def dim(self) -> int:
         """Width of the tokens, D."""
-        return next(self.up.parameters()).shape[1]
+        return bare(self.up).in_dim
 
     @property
     def size(self) -> tuple[int, int | None]:
         """Hidden width and rank of an expert; no rank for plain weights."""
-        up = self.up
+        up = bare(self.up)
         return (up.V.shape[1], up.s.shape[1]) if isinstance(up, EigenLinear) else (up.W.shape[2], None)
 
     @property
@@ -166,9 +183,17 @@ class Experts(nn.Module):
         return self.up if self.gate is None else self.gate
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether weights are wrapped in adapters that change them in every pass, as those of peft do."""
+        return any(linear is not bare(linear) for linear in (self.gate, self.up, self.down) if linear is not None)
+
+    @property
     def token_basis(self) -> Tensor | None:
         """The basis (E, D, R) through which tokens enter the experts, or None for plain weights."""
-        return self.entry.U if isinstance(self.entry, EigenLinear) else None
+        entry = self.entry
+        if not isinstance(bare(entry), EigenLinear):
+            return None
+        return entry.U if isinstance(entry, EigenLinear) else entry(None, None)  # as an adapter shows it
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws all weights anew."""
@@ -180,7 +205,9 @@ class Experts(nn.Module):
                     stacked.copy_(stacked[:1].clone().expand_as(stacked))
 
     def linears(self) -> list[EigenLinear | DenseLinear]:
-        """The stacked weights in the order in which a token meets them."""
+        """The stacked weights in the order in which a token meets them; refused where an adapter changes them."""
+        if self.is_adapted:
+            raise ValueError("experts are wrapped in adapters: merge them first, in peft with merge_and_unload")
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
 
     def expert(self, x: Tensor, ops: Products) -> Tensor:
@@ -211,11 +238,27 @@ class Experts(nn.Module):
         return products.batched(self.expert, x_EAD)
 
     def prefers_grouped(self, x: Tensor) -> bool:
-        """Grouped products on accelerators and in traced graphs, wherever the kernel takes the shapes."""
-        return (x.is_cuda or torch.compiler.is_compiling()) and products.fits_grouped(x, *self._widths())
+        """Grouped products on accelerators, in traced graphs and with adapters, wherever the kernel takes the shapes.
+
+        Adapters compute the weights of all experts whenever they are asked, and grouped products ask once a pass. ONNX
+        and vmap know no such product.
+        """
+        if is_for_onnx() or is_transformed():
+            return False
+        is_wanted = x.is_cuda or torch.compiler.is_compiling() or self.is_adapted
+        return is_wanted and products.fits_grouped(x, *self._widths())
 
     def _widths(self) -> list[int]:
-        return [size for linear in self.linears() for p in linear.parameters() if p.dim() == 3 for size in p.shape[1:]]
+        linears = [bare(linear) for linear in (self.gate, self.up, self.down) if linear is not None]
+        return [size for linear in linears for p in linear.parameters() if p.dim() == 3 for size in p.shape[1:]]
+
+
+def bare(linear: nn.Module) -> EigenLinear | DenseLinear:
+    """The stacked weights themselves, without the adapters of peft around them."""
+    inner: Any = linear
+    while not isinstance(inner, EigenLinear | DenseLinear):
+        inner = inner.base_layer
+    return inner
 
 
 def build_experts(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ermoe.nn.attention import Context
 from ermoe.nn.experts import Experts
-from ermoe.nn.recompute import is_recomputing
 from ermoe.nn.routers import Router, TopKRouter
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
+from ermoe.nn.tracing import has_static_shapes, is_recomputing, is_transformed, refuse_jit_trace
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -109,6 +109,11 @@ class MixtureLayer(nn.Module, ABC):
 
     def tell_observers(self, routing: Routing) -> None:
         """Shows a forward pass to whoever watches, unless it is a repetition of one already shown."""
+        if self.observers and is_transformed():
+            raise ValueError(
+                "routing cannot be recorded inside torch.func's transformations, where a tensor stands for many "
+                "samples: record a plain forward pass of the same images"
+            )
         if self.observers and not is_recomputing():
             for observer in self.observers:
                 observer(routing)
@@ -142,6 +147,7 @@ def _check_inputs(
     x: Tensor, context: Tensor | Context | None, mask: Tensor | None, *, dim: int, needs_context: bool
 ) -> None:
     """Raises a ValueError that says what is wrong with a layer's input."""
+    refuse_jit_trace()
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: need (..., tokens, width)")
     if x.shape[-1] != dim:
@@ -160,7 +166,7 @@ def _check_inputs(
         raise ValueError(f"mask has shape {tuple(mask.shape)}: need {tuple(x.shape[:-1])}, True for real tokens")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype}: need torch.bool, True for real tokens")
-    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+    if not has_static_shapes() and torch.is_anomaly_enabled():
         for name, tensor in (("x", x), ("α", alpha), ("context", z)):
             if tensor is not None and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} holds NaN or infinity (checked because torch's anomaly detection is on)")

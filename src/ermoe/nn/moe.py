@@ -14,8 +14,10 @@ from ermoe.nn.capacity import places
 from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.nn.experts import Experts
 from ermoe.nn.layer import MixtureLayer, groups, only_real
+from ermoe.nn.order import falling_order
 from ermoe.nn.routers import Router
 from ermoe.nn.routing import Routing
+from ermoe.nn.tracing import has_static_shapes
 
 
 class MoE(MixtureLayer):
@@ -66,7 +68,7 @@ class MoE(MixtureLayer):
         """Σ_e w_e f_e(x) over the routed experts for a given routing, (T, D)."""
         if self.experts.num_experts == 1:
             return routing.dense_weights() * self.experts.alone(x_TD)
-        if self.every_expert or (torch.compiler.is_compiling() and not self.experts.prefers_grouped(x_TD)):
+        if self.every_expert or (has_static_shapes() and not self.experts.prefers_grouped(x_TD)):
             outputs_ETD = self.experts.every_expert(x_TD)
             return torch.einsum("te,etd->td", routing.dense_weights().to(outputs_ETD.dtype), outputs_ETD)
         pairs = plan(routing)
@@ -78,7 +80,7 @@ class MoE(MixtureLayer):
         num_tokens, num_experts = x_GSD.shape[1], routing.num_experts
         wanted = places(num_tokens, self.router.experts_per_token, num_experts, capacity_factor)
         weight_GSE = routing.dense_weights().view(-1, num_tokens, num_experts)
-        token_GCE = torch.argsort(weight_GSE, dim=1, descending=True, stable=True)[:, :wanted]  # ties: first come
+        token_GCE = falling_order(weight_GSE, dim=1)[:, :wanted]  # ties: first come
         weight_GCE = weight_GSE.gather(1, token_GCE)
         place_GAD = token_GCE.flatten(1).unsqueeze(-1).expand(-1, -1, x_GSD.shape[2])
         x_GCED = x_GSD.gather(1, place_GAD).unflatten(1, token_GCE.shape[1:])

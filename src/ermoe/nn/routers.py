@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ermoe.nn.attention import Context
 from ermoe.nn.balance import Balance
 from ermoe.nn.capacity import places, places_per_group, within_capacity
+from ermoe.nn.order import stable_top_k
 from ermoe.nn.precision import widen
 from ermoe.nn.routing import Routing
 from ermoe.nn.scores import Score
@@ -61,17 +62,6 @@ def _check_limits(threshold: float, capacity_factor: float | None) -> None:
         raise ValueError(f"threshold={threshold}: need 0 <= threshold < 1 (the paper uses 0.5)")
     if capacity_factor is not None and not capacity_factor > 0:
         raise ValueError(f"capacity_factor={capacity_factor}: use a positive number, or None for no limit")
-
-
-def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest entries of each row, best first; of equal entries the lower id wins.
-
-    >>> stable_top_k(torch.tensor([[0.5, 0.9, 0.9]]), 2).tolist()
-    [[1, 2]]
-    """
-    if k == 1:  # the first of the largest, without sorting the others
-        return ranking_TE.argmax(dim=-1, keepdim=True)
-    return torch.argsort(ranking_TE, dim=-1, descending=True, stable=True)[:, :k]
 
 
 class OneWayRouter(Router):

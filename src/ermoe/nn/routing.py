@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ermoe.nn.tracing import has_static_shapes
+
 
 @dataclass(slots=True)
 class Routing:
@@ -20,7 +22,7 @@ class Routing:
     ``None`` for methods that have no such notion.
 
     ``kept_TK`` tells which of the proposals ``expert_TK`` became pairs: a proposal is not kept when its token is
-    masked, its score was pruned by the threshold or its expert was full. In a traced graph, where shapes are fixed,
+    masked, its score was pruned by the threshold or its expert was full. Where shapes must not depend on data,
     proposals that are not kept stay in the flat assignment with weight zero.
 
     >>> choice = torch.tensor([[0, 1], [2, 0]])
@@ -70,7 +72,7 @@ class Routing:
             weight_TK = weight_TK.masked_fill(~kept_TK, 0)
             count_E = count_pairs(expert_TK.reshape(-1), num_experts, kept_TK.reshape(-1))
             token_A, expert_A, weight_A = (part.reshape(-1) for part in (token_TK, expert_TK, weight_TK))
-            if not torch.compiler.is_compiling() and not kept_TK.is_meta:  # there, shapes must not depend on data
+            if not has_static_shapes() and not kept_TK.is_meta:
                 kept_A = kept_TK.reshape(-1).nonzero().squeeze(1)  # on a GPU, the one wait for the number of pairs
                 token_A, expert_A, weight_A = token_A[kept_A], expert_A[kept_A], weight_A[kept_A]
         return cls(

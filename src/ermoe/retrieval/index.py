@@ -17,7 +17,16 @@ from ermoe.analysis.page import Page, table, tiles
 from ermoe.data.folders import SUFFIXES
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
-from ermoe.files import LARGEST_TEXT, StrPath, is_hidden, printable, read_object, replacing, write_json
+from ermoe.files import (
+    LARGEST_TEXT,
+    StrPath,
+    is_hidden,
+    naming_what_cannot_be_read,
+    printable,
+    read_object,
+    replacing,
+    write_json,
+)
 from ermoe.models.weights.stored import read_checkpoint
 from ermoe.retrieval.build import load_clip, save_id
 from ermoe.retrieval.clip.model import CLIP
@@ -93,7 +102,9 @@ def open_index(
         raise UserError(f"{place} is no index: make one with ermoe retrieve index MODEL IMAGES --out {place}")
     made_by, save, root, files, feature_ID = _stored(place)
     where = made_by if model is None else model
-    if Path(where).is_absolute() and not Path(where).exists():
+    with naming_what_cannot_be_read():
+        is_gone = Path(where).is_absolute() and not Path(where).exists()
+    if is_gone:
         raise UserError(f"{where}, which made {place}, is no longer there: say where it lies now with --model")
     if save_id(where) != save:
         raise UserError(f"{where} is not the model that made {place}, or was trained since: make the index anew")

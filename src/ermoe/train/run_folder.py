@@ -28,6 +28,7 @@ from ermoe.files import (
     StrPath,
     UnwritableError,
     append,
+    naming_what_cannot_be_read,
     read_bytes,
     read_json,
     read_object,
@@ -173,7 +174,8 @@ class RunFolder:
 def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
-    is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
+    with naming_what_cannot_be_read():
+        is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
     return run.model(prefer) if is_run else place
 
 

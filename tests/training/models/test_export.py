@@ -196,3 +196,22 @@ def test_a_missing_package_is_named(sparse, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"onnx.*pip install 'ermoe\[export\]'"):
         ermoe.export(sparse, tmp_path / "model.onnx", image_size=64)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.no_cover
+def test_torchs_own_exporters_take_any_batch(sparse, tmp_path):
+    import onnxruntime
+
+    images = photographs(64)[:3]
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    with torch.no_grad():
+        program = torch.export.export(sparse, (images[:2],), dynamic_shapes=shapes)
+        torch.onnx.export(
+            sparse, (images[:2],), tmp_path / "a.onnx", input_names=["images"], dynamic_shapes=shapes, verbose=False
+        )
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    theirs = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    for outcome in (program.module()(images).detach(), theirs):
+        assert distance(outcome, outputs(sparse, images)) < 1e-4
+    with pytest.raises(ValueError, match=r"graph depends on the batch.*ermoe\.export"):
+        torch.export.export(TestSharedPlaces().build(), (images[:2],), dynamic_shapes=shapes)

@@ -483,7 +483,7 @@ class TestSameStart:
         for block in (1, 3):
             experts, old = sparse.blocks[block].mlp.experts, dense.blocks[block].mlp
             for stacked, linear in ((experts.up, old.fc1), (experts.down, old.fc2)):
-                weight = stacked.weight()
+                weight = stacked.matrices()
                 bound = (6 / sum(linear.weight.shape)) ** 0.5
                 assert torch.allclose(weight, weight[:1].expand_as(weight), atol=1e-5)
                 assert bound > weight.abs().max() > 0.95 * bound, "Xavier, uniform"

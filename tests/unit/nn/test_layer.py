@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ermoe.nn import Context, EigenMoE, MoE, Routing, TopKRouter, build_experts, context
-from ermoe.nn.routers import stable_top_k
+from ermoe.nn.order import stable_top_k
 
 SCORES = ["eigenbasis", "prototype", "energy", "logit"]
 
@@ -34,7 +34,7 @@ def test_equal_experts_compute_their_common_ffn_whatever_the_routing(score, gate
                 columns = factor[:1].expand_as(factor).gather(2, order[:, None].expand_as(factor))
                 factor.copy_(columns * signs[:, None])
     x, context = pair(3, 11, 16)
-    W = [linear.weight()[0] for linear in layer.experts.linears()]
+    W = [linear.matrices()[0] for linear in layer.experts.linears()]
     b = [linear.bias[0] for linear in layer.experts.linears()]
     act = layer.experts.act
     hidden = act(x @ W[0] + b[0]) if not gated else act(x @ W[0] + b[0]) * (x @ W[1] + b[1])

@@ -1,4 +1,4 @@
-"""Autocast, half precision, the meta device. torch.compile: training/nn/test_compiled.py."""
+"""Autocast, half precision, the meta device, torch.func. torch.compile: training/nn/test_compiled.py."""
 
 import pytest
 import torch
@@ -45,3 +45,20 @@ def test_half_precision_weights():
     y.float().square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
     assert all(report.error_after < 0.05 for report in retract(layer).values())  # as orthonormal as bfloat16 can be
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+def test_mapped_over_samples(options):
+    """torch.func.vmap, with padding: the numbers of a plain pass."""
+    layer, x, context = build(**options)
+    layer.eval()
+    mask = torch.arange(12) < torch.tensor([[12], [7]])
+    expected = layer(x, context, mask)
+    torch.testing.assert_close(torch.func.vmap(layer)(x, context, mask), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_recording_inside_torch_func_is_refused():
+    layer, x, context = build()
+    layer.observers.append(print)
+    with pytest.raises(ValueError, match=r"cannot be recorded inside torch\.func"):
+        torch.func.vmap(layer)(x, context)

@@ -56,14 +56,14 @@ def test_gradient_of_the_penalty():
 def test_retraction_restores_orthonormality_and_hardly_moves_the_weight(size, rank):
     layer = drifted(size, rank=rank)
     up = layer.experts.up
-    before, old_U = up.weight().detach().clone(), up.U.detach().clone()
+    before, old_U = up.matrices().detach().clone(), up.U.detach().clone()
     reports = retract(layer)
     assert set(reports) == {"experts.up", "experts.down"}
     report = reports["experts.up"]
     assert report.error_after < 1e-5
     assert orthonormality_error(up.U).max() < 1e-5
     assert orthonormality_error(up.V).max() < 1e-5
-    change = ((up.weight() - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)).max().item()
+    change = ((up.matrices() - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)).max().item()
     assert change <= report.error_before + 1e-6
     assert report.weight_change == pytest.approx(change, abs=2e-6)
     # every column stays nearest to itself: routing columns keep their place

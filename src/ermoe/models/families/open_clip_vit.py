@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ermoe.errors import UserError
 from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at, dense_network
+from ermoe.models.obstacles import packed
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"GELU": nn.GELU, "QuickGELU": QuickGELU}
 _NORMS: dict[str, type[nn.Module]] = {"LayerNorm": LayerNorm, "LayerNormFp32": LayerNormFp32}
@@ -47,7 +48,7 @@ class _SparseBlock(SparseBlock):
 
     def _heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, h, N, d) each."""
-        qkv = F.linear(x_BND, self.attn.in_proj_weight, self.attn.in_proj_bias)
+        qkv = F.linear(x_BND, packed(self.attn).in_proj_weight, self.attn.in_proj_bias)
         q, k, v = qkv.unflatten(-1, (3, self.attn.num_heads, self.attn.head_dim)).permute(2, 0, 3, 1, 4)
         return q, k, v
 

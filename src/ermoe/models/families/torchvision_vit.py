@@ -15,6 +15,7 @@ from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, Vision
 from ermoe.errors import UserError
 from ermoe.files import Json
 from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
+from ermoe.models.obstacles import packed
 
 
 class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed
@@ -35,7 +36,7 @@ class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # tor
         attn: Any = self.self_attention  # an nn.MultiheadAttention
         if not self.needs_weights:
             return attn(x_BND, x_BND, x_BND, need_weights=False)[0], None
-        qkv = F.linear(x_BND, attn.in_proj_weight, attn.in_proj_bias)
+        qkv = F.linear(x_BND, packed(attn).in_proj_weight, attn.in_proj_bias)
         q, k, v = qkv.unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
         dropout = attn.dropout if self.training else 0.0
         out, alpha_BNN = self.attend(q, k, v, scale=attn.head_dim**-0.5, dropout=dropout)

@@ -7,12 +7,13 @@ one for its loads (successive shortest paths; the graph has E nodes, however man
 divisible by E, loads of ⌊T/E⌋ and ⌈T/E⌉ are both allowed, and surplus goes on moving while that raises the total; the
 best total is a concave function of the loads (M-concave), so when no single move helps, nothing does.
 
-Letters: T tokens, E experts.
+Letters: B samples of torch.func.vmap, T tokens, E experts.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ def balanced_assignment(score_TE: Tensor) -> Tensor:
 @balanced_assignment.register_fake
 def _(score_TE: Tensor) -> Tensor:
     return torch.empty(score_TE.shape[0], dtype=torch.long, device=score_TE.device)
+
+
+@balanced_assignment.register_vmap
+def _(info: Any, in_dims: tuple[int], score_BTE: Tensor) -> tuple[Tensor, int]:
+    """Each sample is a batch of its own."""
+    return torch.stack([balanced_assignment(score_TE) for score_TE in score_BTE.unbind(in_dims[0])]), 0
 
 
 def _smooth_prices(score: _Floats) -> _Floats:

@@ -14,10 +14,10 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from ermoe.nn.order import stable_top_k
 from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.rivals.assignment import balanced_assignment
 from ermoe.nn.rivals.router import RivalRouter
-from ermoe.nn.routers import stable_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start, parameter
@@ -70,7 +70,7 @@ class BaseRouter(RivalRouter):
         greedy_T = stable_top_k(score_TE.detach(), 1).squeeze(1)
         if not self.training:
             return greedy_T
-        balanced: Tensor = balanced_assignment(score_TE if mask_T is None else score_TE[mask_T])
+        balanced: Tensor = balanced_assignment((score_TE if mask_T is None else score_TE[mask_T]).detach())
         return balanced if mask_T is None else greedy_T.masked_scatter(mask_T, balanced)
 
     def choose(self, score_TE: Tensor, expert_T: Tensor, mask_T: Tensor | None = None) -> Routing:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ermoe.nn.capacity import places, places_per_group
+from ermoe.nn.order import falling_order
 from ermoe.nn.rivals.router import GatedRouter
 from ermoe.nn.routing import Routing, count_pairs
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
+from ermoe.nn.tracing import has_static_shapes
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class ExpertChoiceRouter(GatedRouter):
         expert_E = torch.arange(num_experts, device=gate_GSE.device)
         pairs = [token_GEC + first_token_G[:, None, None], expert_E[:, None].expand_as(token_GEC), weight_GEC]
         kept_A = None
-        if kept_GEC is not None and torch.compiler.is_compiling():  # shapes must not depend on data
+        if kept_GEC is not None and has_static_shapes():
             pairs[-1] = weight_GEC.masked_fill(~kept_GEC, 0)
             kept_A = kept_GEC.reshape(-1)
         elif kept_GEC is not None:
@@ -109,7 +111,7 @@ class ExpertChoiceRouter(GatedRouter):
         shape = (1, self.num_experts, self.capacity_factor, self.settings.capacity_multiple)
         most = min(places(gate_GSE.shape[1], *shape), gate_GSE.shape[1])
         liking_GES = gate_GSE.mT if mask_GS is None else gate_GSE.mT.masked_fill(~mask_GS.unsqueeze(1), -torch.inf)
-        token_GEC = torch.argsort(liking_GES, dim=-1, descending=True, stable=True)[..., :most]
+        token_GEC = falling_order(liking_GES)[..., :most]
         if mask_GS is None:
             return token_GEC, None
         rank_C = torch.arange(most, device=gate_GSE.device)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ermoe.nn.order import is_one_of, stable_top_k
 from ermoe.nn.rivals.router import RivalRouter
-from ermoe.nn.routers import stable_top_k
 
 
 def importance_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def load_loss(
 def gshard_loss(gate_GSE: Tensor, mask_GS: Tensor | None = None) -> Tensor:
     """E Σ_e f_e m_e, (G,): f_e the share of tokens whose best expert is e (a constant), m_e its mean gate."""
     num_experts = gate_GSE.shape[-1]
-    best_GSE = nn.functional.one_hot(gate_GSE.argmax(-1), num_experts).to(gate_GSE.dtype)
+    best_GSE = is_one_of(gate_GSE.argmax(-1), num_experts).to(gate_GSE.dtype)
     count_G1 = _real(torch.ones_like(gate_GSE[..., :1]), mask_GS).sum(1).clamp_min(1)
     share_GE, mean_GE = (_real(part, mask_GS).sum(1) / count_G1 for part in (best_GSE, gate_GSE))
     return num_experts * (share_GE * mean_GE).sum(-1)

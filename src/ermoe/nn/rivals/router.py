@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ermoe.nn.attention import Context
 from ermoe.nn.gate import Gate
-from ermoe.nn.recompute import is_recomputing
-from ermoe.nn.routers import Router, check_top_k, stable_top_k
+from ermoe.nn.order import stable_top_k
+from ermoe.nn.routers import Router, check_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
+from ermoe.nn.tracing import has_static_shapes, is_recomputing, is_transformed
 
 _MOST_FORWARDS = 8  # of one step: views of an image, uses of a layer
 
@@ -55,7 +56,7 @@ class RivalRouter(Router):
         loss = routing.auxiliary_loss
         if loss is None or is_recomputing():
             return
-        if torch.compiler.is_compiling():  # a traced graph takes no hooks, so nobody would say that a loss is spent
+        if has_static_shapes():  # no hooks there, so nobody would say that a loss is spent
             self._losses = [loss]
             return
         self._losses = [*self._losses[1 - _MOST_FORWARDS :], loss]
@@ -68,6 +69,8 @@ class RivalRouter(Router):
     def pull(self) -> Tensor | None:
         """The mean over the forward passes since the last pull, or None if there was none; forgets them."""
         losses, self._losses = self._losses, []
+        if not is_transformed():  # what torch.func left behind is worth nothing outside
+            losses = [loss for loss in losses if not torch._C._functorch.is_functorch_wrapped_tensor(loss)]
         return torch.stack(losses).mean() if losses else None
 
     def extra_repr(self) -> str:

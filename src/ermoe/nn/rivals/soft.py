@@ -19,6 +19,7 @@ from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import LayerSettings
 from ermoe.nn.start import Start, parameter
+from ermoe.nn.tracing import has_static_shapes
 
 _NORM_EPS = 1e-6  # inside the root, as in the reference
 
@@ -117,7 +118,7 @@ class SoftMoE(MixtureLayer):
         num_experts = self.experts.num_experts
         slot_EGPD = slot_GQD.view(num_groups, num_experts, self.slots_per_expert, dim).transpose(0, 1)
         slot_EAD = slot_EGPD.reshape(num_experts, num_groups * self.slots_per_expert, dim)
-        if self.every_expert or torch.compiler.is_compiling():  # equal loads need no sorting and no grouped product
+        if self.every_expert or has_static_shapes():  # equal loads need no sorting and no grouped product
             output_EAD = self.experts.batched(slot_EAD)
         else:
             count_E = torch.full((num_experts,), slot_EAD.shape[1], device=slot_EAD.device)

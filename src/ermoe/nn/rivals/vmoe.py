@@ -104,6 +104,11 @@ class VMoERouter(GatedRouter):
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         num_images, tokens_per_image = x_GSD.shape[:2]
         is_grouped = self.training or self.shares_places  # if not, nothing depends on the group
+        if is_grouped and torch.compiler.is_exporting() and isinstance(num_images, torch.SymInt):
+            raise ValueError(
+                "images of a batch share the places of V-MoE's experts, so its graph depends on the batch: export it "
+                "with ermoe.export(model, file, dynamic_batch=False), or build it with eval_capacity_factor=None"
+            )
         images = _images_per_group(num_images, self.settings.group_size) if is_grouped else 1
         shape_GS = (num_images // images, images * tokens_per_image)
         clean_GSE = self.gate(x_GSD).view(*shape_GS, self.num_experts)

@@ -80,7 +80,7 @@ def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monk
         y = getattr(products, way)(experts.expert, x, count_E)
     assert bool(merges) is (rows == 2000)
     gradients_of_it = gradients(experts, x, y)
-    W1, W2 = experts.up.weight(), experts.down.weight()
+    W1, W2 = experts.up.matrices(), experts.down.matrices()
     hidden = nn.functional.gelu(x.view(2, rows, 16) @ W1 + experts.up.bias[:, None])
     expected = (hidden @ W2 + experts.down.bias[:, None]).view(-1, 16)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)

@@ -359,3 +359,34 @@ def test_v_moe_experts_start_from_one_draw():
     assert torch.equal(experts.up.W[0], experts.up.W[3])
     assert not torch.equal(*build("v-moe", {"same_start": False}).experts.up.W[:2])
     assert not torch.equal(*build("expert-choice").experts.up.W[:2])
+
+
+@every_router
+def test_gradients_per_sample_are_those_of_a_loop(name, options):
+    """Under torch.func every sample is a batch of its own; what is counted is counted for all of them."""
+    layer, looped = (without_noise(build(name, options)) for _ in range(2))
+    x, context = inputs(batch=3)
+
+    def loss(parameters, x, context):
+        y = torch.func.functional_call(layer, parameters, (x.unsqueeze(0), context.unsqueeze(0)))
+        return y.square().mean() + ermoe.auxiliary_loss(layer)
+
+    parameters = dict(layer.named_parameters())
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, context)
+    for sample in range(3):
+        looped.zero_grad()
+        (looped(x[[sample]], context[[sample]]).square().mean() + ermoe.auxiliary_loss(looped)).backward()
+        for parameter_name, parameter in looped.named_parameters():
+            assert_close(per_sample[parameter_name][sample], parameter.grad, rtol=1e-4, atol=1e-6, msg=parameter_name)
+    assert float(ermoe.auxiliary_loss(layer)) == 0  # nothing of torch.func's is left behind
+    for one in (layer, looped):
+        ermoe.update_balance(one)
+    for offset, expected in zip(layer.buffers(), looped.buffers(), strict=True):
+        assert_close(offset, expected)
+
+
+@one_of_each
+def test_a_trace_is_refused(name, options):
+    layer = build(name, options).eval()
+    with pytest.raises(ValueError, match=r"torch\.jit\.trace.*ermoe\.export\(model, 'model\.onnx'\)"):
+        torch.jit.trace(layer, inputs(), check_trace=False)
