@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ermoe.nn.rivals.losses import auxiliary_loss
     from ermoe.retrieval.captions.catalogue import open_captions
     from ermoe.train.distillation import distill
+    from ermoe.train.parallel import distribute
 
 forward_old_names()
 
@@ -52,14 +53,15 @@ _HOMES = {
     "ermoe.nn.rivals.losses": ("auxiliary_loss",),
     "ermoe.retrieval.captions.catalogue": ("open_captions",),
     "ermoe.train.distillation": ("distill",),
+    "ermoe.train.parallel": ("distribute",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
-    "freeze",
-    "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
-    "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
+    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill",
+    "distribute", "export", "freeze", "load", "load_weights", "merge", "no_weight_decay", "open_captions",
+    "open_images", "orthogonality_loss", "preset", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze",
+    "upcycle", "update_balance",
 ]  # fmt: skip
 
 

@@ -90,11 +90,11 @@ def test_fsdp_equals_one_process(folder):
     assert_same_run(folder / "fsdp", folder / "one")
 
 
-def test_accumulation_over_two_processes_equals_one_batch(folder):
+def test_experts_on_two_processes_and_accumulation_equal_one_batch_of_one_process(folder):
     assert_same_run(folder / "parts", folder / "one")
 
 
-def test_a_run_of_two_sharded_processes_goes_on_in_one(folder):
+def test_a_run_of_two_processes_with_sharded_experts_goes_on_in_one(folder):
     assert not (folder / "moved" / "model").exists()
     run(folder / "moved", recipe(precision="fp64", save_every=5))
     assert_same_run(folder / "moved", folder / "one")

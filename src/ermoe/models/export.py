@@ -10,7 +10,6 @@ Letters: S tokens of an image, E experts, K experts per token.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
 from ermoe.models.passes import Eye, answer, evaluating, every_expert, input_shape
 from ermoe.nn import MoE, moe_layers
+from ermoe.nn.sharding import whole_copy
 
 _PATHS = ("every-expert", "capacity")
 _FORMATS = {".onnx": "onnx", ".pt2": "torch"}
@@ -93,7 +93,7 @@ def to_program(
     """The model, merged, as a graph of torch's own operators along one of the static paths."""
     if dynamic_batch:
         _refuse_shared_places(model)
-    model = merge(copy.deepcopy(model), inplace=True).eval().requires_grad_(False)
+    model = merge(whole_copy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
     shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None

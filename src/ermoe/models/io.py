@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from ermoe.models.weights.compare import difference
 from ermoe.models.weights.stored import check_numbers, declared, first_line, no_larger_than, read_checkpoint
 from ermoe.nn import Balance
 from ermoe.nn.routers import OneWayRouter
+from ermoe.nn.sharding import is_sharded, whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _LISTED = 6
@@ -59,9 +61,15 @@ def save(model: nn.Module, folder: StrPath, *, args: Options | None = None) -> N
         raise UserError(f"{folder} is a file: name a folder")
     config = _config(model, args)
     text = json.dumps(config, indent=2, default=_refuse)
-    with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
-        save_file(_own_memory(model.state_dict()), weights_draft, metadata={"format": "pt", "save": config["save"]})
-        config_draft.write_text(text + "\n", encoding="utf-8")
+    state = model.state_dict()
+    is_shared = any(map(is_sharded, state.values()))
+    state = {name: whole(tensor) for name, tensor in state.items()}
+    if not is_shared or dist.get_rank() == 0:
+        with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
+            save_file(_own_memory(state), weights_draft, metadata={"format": "pt", "save": config["save"]})
+            config_draft.write_text(text + "\n", encoding="utf-8")
+    if is_shared:
+        dist.barrier()
 
 
 def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:

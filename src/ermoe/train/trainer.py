@@ -29,7 +29,8 @@ from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole
 from ermoe.train import checkpoint
-from ermoe.train.compute import Compute, Processes, parallelise, reshard, sum_over_processes, wait_for_all, without_sync
+from ermoe.train.compute import Compute, Processes, sum_over_processes, wait_for_all
+from ermoe.train.parallel import by_mesh, clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.train.run_folder import RunFolder
 from ermoe.train.settings import Training
 
@@ -67,9 +68,12 @@ class Trainer:
         group = compute.group
         if settings.precision == "fp64" and widest(group.device) != torch.float64:
             raise UserError(f"precision=fp64: {group.device.type} has no such numbers; use --device cpu, or fp32")
-        is_sharded = compute.parallel == "fsdp" and group.num > 1
+        is_sharded = compute.parallel != "ddp" and group.num > 1
         if settings.precision == "fp16" and is_sharded:
-            raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
+            raise UserError(
+                f"precision=fp16 with parallel={compute.parallel}: shards could disagree about an overflow; use bf16, "
+                "or ddp"
+            )
         if group.is_main and settings.warmup_epochs > settings.epochs:
             logging.getLogger("ermoe").warning(
                 "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower "
@@ -82,7 +86,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         model = task.model.to(group.device, torch.float64 if settings.precision == "fp64" else None)
         skeleton = copy.deepcopy(model).cpu() if is_sharded else model  # ermoe.save wants a whole model
-        network = parallelise(model, group, compute.parallel)
+        network = parallelise(model, compute)
         optimizer = build_optimizer(model, settings, task.lr_scales)
         scaler = torch.amp.GradScaler(group.device.type, enabled=settings.precision == "fp16")
         average = Average(model, settings.ema) if settings.ema else None
@@ -138,8 +142,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
-        limit = self.settings.clip or math.inf
-        return whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
+        return clip_gradients(self.task.model, self.settings.clip or math.inf)
 
     def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
         """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
@@ -150,7 +153,7 @@ class Trainer:
 
     def check_weights(self, step: int) -> None:
         """Stops a run whose weights are no longer numbers, before they are retracted, evaluated or saved."""
-        if not bool(whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
+        if not bool(total_norm(self.task.model.parameters()).isfinite()):
             raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
     @contextmanager
@@ -271,6 +274,7 @@ def build_optimizer(
     for chosen, factor in slowed:
         if factor != 1:
             groups = [part for group in groups for part in _apart(group, chosen, factor)]
+    groups = [{**group, "params": params} for group in groups for params in by_mesh(group["params"])]
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 

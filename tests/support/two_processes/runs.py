@@ -23,7 +23,7 @@ def fsdp(group, folder):
     run(Path(folder, "fsdp"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp")
 
 
-def fsdp_interrupted(group, folder):
+def sharded_experts_interrupted(group, folder):
     """Stops at step 8 of the first epoch, after the checkpoint of step 5."""
 
     def stop(epoch, step):
@@ -31,10 +31,11 @@ def fsdp_interrupted(group, folder):
             raise StoppedError
 
     try:
-        run(Path(folder, "moved"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp", before=stop)
+        chosen = recipe(precision="fp64", save_every=5)
+        run(Path(folder, "moved"), chosen, group=group, parallel="fsdp+ep", before=stop)
     except StoppedError:
         return
 
 
-def accumulation(group, folder):
-    run(Path(folder, "parts"), recipe(precision="fp64", save_every=5, accumulate=2), group=group)
+def experts_and_accumulation(group, folder):
+    run(Path(folder, "parts"), recipe(precision="fp64", save_every=5, accumulate=2), group=group, parallel="ep")
