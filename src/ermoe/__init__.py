@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ermoe.models.vit3d import ViT3D
     from ermoe.models.weights.foreign import load_weights
     from ermoe.nn import EigenMoE, MoE, Routing, no_weight_decay, orthogonality_loss, retract, update_balance
+    from ermoe.nn.parallel import distribute
     from ermoe.nn.registry import build_layer
     from ermoe.nn.rivals.losses import auxiliary_loss
     from ermoe.retrieval.captions.catalogue import open_captions
     from ermoe.train.distillation import distill
-    from ermoe.train.parallel import distribute
 
 forward_old_names()
 
@@ -49,11 +49,11 @@ _HOMES = {
     "ermoe.models.vit3d": ("ViT3D",),
     "ermoe.models.weights.foreign": ("load_weights",),
     "ermoe.nn": ("EigenMoE", "MoE", "Routing", "no_weight_decay", "orthogonality_loss", "retract", "update_balance"),
+    "ermoe.nn.parallel": ("distribute",),
     "ermoe.nn.registry": ("build_layer",),
     "ermoe.nn.rivals.losses": ("auxiliary_loss",),
     "ermoe.retrieval.captions.catalogue": ("open_captions",),
     "ermoe.train.distillation": ("distill",),
-    "ermoe.train.parallel": ("distribute",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

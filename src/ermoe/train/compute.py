@@ -39,7 +39,7 @@ class Compute:
 
     Args:
         group: the processes that take part.
-        parallel: how several of them share a model, "ddp", "fsdp", "ep" or "fsdp+ep"; see `ermoe.train.parallel`.
+        parallel: how several of them share a model, "ddp", "fsdp", "ep" or "fsdp+ep"; see `ermoe.nn.parallel`.
         expert_processes: with "ep" and "fsdp+ep", processes that share the experts of a layer; 0 for as many as can.
         compile: run training steps through `torch.compile`.
         workers: processes that read files ahead; what is in memory needs none.

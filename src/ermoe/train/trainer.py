@@ -25,12 +25,12 @@ from ermoe.models.io import load_state, save
 from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.parallel import by_mesh, clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.sharding import whole
 from ermoe.train import checkpoint
 from ermoe.train.compute import Compute, Processes, sum_over_processes, wait_for_all
-from ermoe.train.parallel import by_mesh, clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.train.run_folder import RunFolder
 from ermoe.train.settings import Training
 
@@ -86,7 +86,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         model = task.model.to(group.device, torch.float64 if settings.precision == "fp64" else None)
         skeleton = copy.deepcopy(model).cpu() if is_sharded else model  # ermoe.save wants a whole model
-        network = parallelise(model, compute)
+        network = parallelise(model, compute.parallel, group.num, expert_processes=compute.expert_processes)
         optimizer = build_optimizer(model, settings, task.lr_scales)
         scaler = torch.amp.GradScaler(group.device.type, enabled=settings.precision == "fp16")
         average = Average(model, settings.ema) if settings.ema else None

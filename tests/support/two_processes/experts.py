@@ -18,8 +18,8 @@ from torch.testing import assert_close
 import ermoe
 from ermoe.models.export import to_program
 from ermoe.nn import ContextAttention, context
+from ermoe.nn.parallel import by_mesh, clip_gradients, distribute
 from ermoe.train.compute import processes
-from ermoe.train.parallel import by_mesh, clip_gradients, distribute
 from support.tiny_run import SPARSITY, recipe
 from support.two_processes.layers import LAMBDA, assert_equal_state
 

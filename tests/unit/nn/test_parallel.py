@@ -9,15 +9,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ermoe
 from ermoe.errors import UserError
-from ermoe.train.compute import Compute, Processes
-from ermoe.train.parallel import distribute, parallelise
+from ermoe.nn.parallel import distribute, parallelise
 
 
-@pytest.fixture(params=[4])
-def processes(request):
-    """One process that believes to be one of several, and never waits for the others."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield Processes(0, request.param)
+@pytest.fixture(autouse=True)
+def _four_processes():
+    """One process that believes to be one of four, and never waits for the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
     dist.destroy_process_group()
 
 
@@ -38,31 +37,31 @@ def model(num_experts):
         (1, (4,), ("ep",), "no experts to share out"),
     ],
 )
-def test_wrong_meshes_get_one_sentence(processes, num_experts, sizes, names, sentence):
+def test_wrong_meshes_get_one_sentence(num_experts, sizes, names, sentence):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with pytest.raises(UserError, match=sentence):
         distribute(model(num_experts), mesh)
 
 
 @pytest.mark.parametrize(
-    ("options", "num_experts", "sentence"),
+    ("how", "options", "num_experts", "sentence"),
     [
-        ({"parallel": "zero"}, 4, "parallel='zero': use one of ddp, fsdp, ep, fsdp\\+ep"),
-        ({"parallel": "fsdp", "expert_processes": 2}, 4, "only ep and fsdp\\+ep share out experts"),
-        ({"parallel": "ep", "expert_processes": 3}, 6, "4 processes cannot be cut into groups of so many"),
-        ({"parallel": "ep", "expert_processes": -1}, 4, "expert_processes=-1"),
-        ({"parallel": "fsdp+ep"}, 3, "4 processes cannot share layers of 3 experts evenly"),
+        ("zero", {}, 4, "parallel='zero': use one of ddp, fsdp, ep, fsdp\\+ep"),
+        ("fsdp", {"expert_processes": 2}, 4, "only ep and fsdp\\+ep share out experts"),
+        ("ep", {"expert_processes": 3}, 6, "4 processes cannot be cut into groups of so many"),
+        ("ep", {"expert_processes": -1}, 4, "expert_processes=-1"),
+        ("fsdp+ep", {}, 3, "4 processes cannot share layers of 3 experts evenly"),
     ],
 )
-def test_wrong_options_get_one_sentence(processes, options, num_experts, sentence):
+def test_wrong_options_get_one_sentence(how, options, num_experts, sentence):
     with pytest.raises(UserError, match=sentence):
-        parallelise(model(num_experts), Compute(processes, **options))
+        parallelise(model(num_experts), how, 4, **options)
 
 
 @pytest.mark.parametrize(("num_experts", "own"), [(4, 1), (6, 3)])
-def test_experts_are_shared_by_as_many_processes_as_can(processes, num_experts, own):
+def test_experts_are_shared_by_as_many_processes_as_can(num_experts, own):
     layers = model(num_experts)
-    parallelise(layers, Compute(processes, parallel="ep"))
+    parallelise(layers, "ep", 4)
     assert layers[0].experts.up.U.shape[0] == num_experts
     assert layers[0].experts.up.U.to_local().shape[0] == own
     assert layers[0].router.score.psi.shape[0] == num_experts

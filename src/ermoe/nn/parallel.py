@@ -25,38 +25,37 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ermoe.errors import UserError
-from ermoe.nn import moe_layers
 from ermoe.nn.exchange import EXPERTS
+from ermoe.nn.layer import moe_layers
 from ermoe.nn.sharding import is_sharded, whole
-from ermoe.train.compute import Compute
 
 PARALLEL = ("ddp", "fsdp", "ep", "fsdp+ep")
 COPIES, SHARDS = "replicate", "efsdp"
 """Axes beside that of experts: processes that hold copies of one another's experts, or shards of the same ones."""
 
 
-def parallelise(model: nn.Module, compute: Compute) -> nn.Module:
-    """The model as it is trained by the processes of ``compute``; alone, as it is."""
-    group, how = compute.group, compute.parallel
+def parallelise(model: nn.Module, how: str, num_processes: int, *, expert_processes: int = 0) -> nn.Module:
+    """The model as so many processes train it; alone, as it is."""
     if how not in PARALLEL:
         raise UserError(f"parallel={how!r}: use one of {', '.join(PARALLEL)}")
-    if compute.expert_processes and not how.endswith(EXPERTS):
+    if expert_processes and not how.endswith(EXPERTS):
         raise UserError(
-            f"expert_processes={compute.expert_processes} with parallel={how}: only ep and fsdp+ep share out experts"
+            f"expert_processes={expert_processes} with parallel={how}: only ep and fsdp+ep share out experts"
         )
-    if group.num == 1:
+    if num_processes == 1:
         return model
     if how == "ddp":
         return _copied(model)
+    device = next(model.parameters()).device.type
     if how == "fsdp":
-        return _sharded(model, init_device_mesh(group.device.type, (group.num,)))
-    num = compute.expert_processes or _most_processes(model, group.num)
-    if num < 1 or group.num % num:
+        return _sharded(model, init_device_mesh(device, (num_processes,)))
+    num = expert_processes or _most_processes(model, num_processes)
+    if num < 1 or num_processes % num:
         raise UserError(
-            f"expert_processes={num}: {group.num} processes cannot be cut into groups of so many; use a divisor"
+            f"expert_processes={num}: {num_processes} processes cannot be cut into groups of so many; use a divisor"
         )
     names = (COPIES if how == "ep" else SHARDS, EXPERTS)
-    return distribute(model, init_device_mesh(group.device.type, (group.num // num, num), mesh_dim_names=names))
+    return distribute(model, init_device_mesh(device, (num_processes // num, num), mesh_dim_names=names))
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
