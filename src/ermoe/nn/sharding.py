@@ -39,6 +39,15 @@ def whole_copy(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharded_as(parameter: Tensor, values: Tensor) -> Tensor:
+    """This process's part of whole ``values``, as it holds a part of ``parameter``."""
+    if not is_sharded(parameter):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def own_experts(parameter: Tensor) -> Tensor:
     """The experts this process holds, each with its whole basis."""
     if not is_sharded(parameter):

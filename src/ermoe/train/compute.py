@@ -41,6 +41,7 @@ class Compute:
         group: the processes that take part.
         parallel: how several of them share a model, "ddp", "fsdp", "ep" or "fsdp+ep"; see `ermoe.nn.parallel`.
         expert_processes: with "ep" and "fsdp+ep", processes that share the experts of a layer; 0 for as many as can.
+        background_saves: with all but "ddp", go on training while a checkpoint is written; costs a copy of each shard.
         compile: run training steps through `torch.compile`.
         workers: processes that read files ahead; what is in memory needs none.
         console: for what a person wants to know. None says nothing; the progress bar is then on standard error.
@@ -49,6 +50,7 @@ class Compute:
     group: Processes = field(default_factory=Processes)
     parallel: str = "ddp"
     expert_processes: int = 0
+    background_saves: bool = False
     compile: bool = False
     workers: int = 0
     console: Console | None = None
