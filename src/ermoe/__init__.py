@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ermoe.models.vit3d import ViT3D
     from ermoe.models.weights.foreign import load_weights
     from ermoe.nn import EigenMoE, MoE, Routing, no_weight_decay, orthogonality_loss, retract, update_balance
+    from ermoe.nn.parallel import distribute
     from ermoe.nn.registry import build_layer
     from ermoe.nn.rivals.losses import auxiliary_loss
     from ermoe.retrieval.captions.catalogue import open_captions
@@ -52,6 +53,7 @@ _HOMES = {
     "ermoe.models.vit3d": ("ViT3D",),
     "ermoe.models.weights.foreign": ("load_weights",),
     "ermoe.nn": ("EigenMoE", "MoE", "Routing", "no_weight_decay", "orthogonality_loss", "retract", "update_balance"),
+    "ermoe.nn.parallel": ("distribute",),
     "ermoe.nn.registry": ("build_layer",),
     "ermoe.nn.rivals.losses": ("auxiliary_loss",),
     "ermoe.retrieval.captions.catalogue": ("open_captions",),
@@ -60,10 +62,10 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
-    "freeze", "load", "load_weights", "lora_targets", "merge", "no_weight_decay", "open_captions", "open_images",
-    "orthogonality_loss", "preset", "push", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle",
-    "update_balance",
+    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill",
+    "distribute", "export", "freeze", "load", "load_weights", "lora_targets", "merge", "no_weight_decay",
+    "open_captions", "open_images", "orthogonality_loss", "preset", "push", "record_routing", "retract", "save",
+    "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
 ]  # fmt: skip
 
 

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from ermoe.train.run_folder import read_lines
 from support.children import environment
 from support.tiny_run import recipe, run
 from support.two_processes.run_checks import CHECKS
+from support.two_processes.runs import assert_same_run
 
-TOLERANCE = 1e-6
 TESTS = Path(__file__).parents[1]
 
 
@@ -52,24 +51,6 @@ def folder(launch):
     return folder
 
 
-def assert_same_run(found, expected):
-    lines, wanted = (read_lines(place / "metrics.jsonl") for place in (found, expected))
-    assert [line["step"] for line in lines] == [line["step"] for line in wanted]
-    for line, other in zip(lines, wanted, strict=True):
-        names = (
-            ("loss", "lr", "gradient_norm") if line["kind"] == "train" else ("loss", "top1", "load_cv2", "weight_cv2")
-        )
-        assert ("fluctuation" in line) == ("fluctuation" in other)
-        for name in (*names, *({"fluctuation"} & line.keys())):
-            assert line[name] == pytest.approx(other[name], abs=TOLERANCE), (line["step"], name)
-    weights, others = (load_file(place / "model" / "model.safetensors") for place in (found, expected))
-    assert weights.keys() == others.keys()
-    for name, tensor in others.items():
-        torch.testing.assert_close(
-            weights[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
-        )
-
-
 def test_one_process_trains_with_everything_switched_on(folder):
     lines = read_lines(folder / "one" / "metrics.jsonl")
     assert sum(line["kind"] == "train" for line in lines) == 24
@@ -90,11 +71,13 @@ def test_fsdp_equals_one_process(folder):
     assert_same_run(folder / "fsdp", folder / "one")
 
 
-def test_accumulation_over_two_processes_equals_one_batch(folder):
+def test_experts_on_two_processes_and_accumulation_equal_one_batch_of_one_process(folder):
     assert_same_run(folder / "parts", folder / "one")
 
 
-def test_a_run_of_two_sharded_processes_goes_on_in_one(folder):
+def test_a_run_of_two_processes_with_sharded_experts_goes_on_in_one(folder):
     assert not (folder / "moved" / "model").exists()
+    assert (folder / "moved" / "checkpoints" / "parts-0-5").exists()
     run(folder / "moved", recipe(precision="fp64", save_every=5))
     assert_same_run(folder / "moved", folder / "one")
+    assert [path.name for path in folder.glob("moved/checkpoints/parts-*")] == []

@@ -25,7 +25,7 @@ from ermoe.images.predict import class_names
 from ermoe.models.weights.stored import read_checkpoint
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.studies.record import add_records, read_records
-from ermoe.train import checkpoint
+from ermoe.train import checkpoint, parts
 from ermoe.train.compute import Processes
 from ermoe.train.run_folder import RunFolder
 from ermoe.train.settings import Training
@@ -75,6 +75,20 @@ def safetensors(folder):
 def safetensors_bytes(folder):
     saves.classifier(folder)
     return lambda: read_checkpoint(folder / "model.safetensors")
+
+
+@reader("model.safetensors.index.json", damage=mutations.json_values, examples=8)
+def weights_in_several_files(folder):
+    model = ermoe.load(saves.classifier(folder))
+    ermoe.models.io.save_state(model, model.state_dict(), folder, largest_file=20_000)
+    return lambda: ermoe.load(folder)
+
+
+@reader("parts-1-0/shard-00001-model-00001-of-00001.safetensors", examples=8)
+def run_checkpoint_in_parts(folder):
+    tensors = {"model.weight": torch.ones(3, 4), "optimizer.weight.step": torch.ones(())}
+    parts.write(folder / "parts-1-0", tensors)
+    return lambda: (parts.stored_names(folder / "parts-1-0"), parts.read(folder / "parts-1-0", tensors))
 
 
 @reader("a.npz")

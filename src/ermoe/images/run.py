@@ -34,10 +34,10 @@ from ermoe.models.freeze import CLASSIFIERS
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.nn import moe_layers
-from ermoe.nn.basis import orthogonality_penalty, orthonormality_error
-from ermoe.nn.orthogonality import bases
+from ermoe.nn.basis import orthonormality_error
+from ermoe.nn.orthogonality import bases, orthogonality_loss
 from ermoe.nn.precision import double, widest
-from ermoe.nn.sharding import own_experts
+from ermoe.nn.sharding import over_processes, own_experts
 from ermoe.train import loop
 from ermoe.train.compute import Compute, sum_over_processes
 from ermoe.train.loader import Loader, some_batches
@@ -286,13 +286,16 @@ class Classification(loop.Task):
 @torch.no_grad()
 def drift(model: nn.Module) -> dict[str, float]:
     """Worst spectral error and summed squared Frobenius error of all bases; nothing for a model without any."""
-    found = [own_experts(basis.detach()) for basis in bases(model)]
+    found = list(bases(model))
     if not found:
         return {}
-    return {
-        "drift": max(float(orthonormality_error(basis).max()) for basis in found),
-        "penalty": sum(float(orthogonality_penalty(basis)) for basis in found),
-    }
+    return {"drift": max(_worst_error(basis) for basis in found), "penalty": float(orthogonality_loss(model))}
+
+
+def _worst_error(basis: Tensor) -> float:
+    """Of all experts; a process may hold none of them."""
+    own_E = orthonormality_error(own_experts(basis.detach()))
+    return float(over_processes(own_E.max() if len(own_E) else own_E.new_zeros(()), basis, "max"))
 
 
 def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:

@@ -10,7 +10,6 @@ Letters: S tokens of an image, E experts, K experts per token.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
 from ermoe.models.passes import Eye, answer, evaluating, input_shape
 from ermoe.nn import MoE, moe_layers
+from ermoe.nn.sharding import whole_copy
 
 _PATHS = ("every-expert", "capacity")
 _FORMATS = {".onnx": "onnx", ".pt2": "torch"}
@@ -99,7 +99,7 @@ def _static(model: nn.Module, path: str, capacity_factor: float, *, dynamic_batc
     """A merged copy of the model whose layers take one of the static paths."""
     if dynamic_batch:
         _refuse_shared_places(model)
-    model = merge(copy.deepcopy(model), inplace=True).eval().requires_grad_(False)
+    model = merge(whole_copy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
     else:

@@ -6,22 +6,35 @@ is said exactly. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ermoe import _auto_classes, cpu
 from ermoe._version import __version__
 from ermoe.errors import UserError
-from ermoe.files import LARGEST_JSON, Json, StrPath, naming_what_cannot_be_read, printable, read_text, replacing
+from ermoe.files import (
+    LARGEST_JSON,
+    Json,
+    StrPath,
+    is_plain_name,
+    naming_what_cannot_be_read,
+    printable,
+    read_object,
+    read_text,
+    replacing,
+)
 from ermoe.models.backbones import Family, family_name, family_named, family_of
 from ermoe.models.merge import merge
 from ermoe.models.obstacles import refuse_adapters
@@ -30,8 +43,10 @@ from ermoe.models.weights.compare import difference
 from ermoe.models.weights.stored import check_numbers, declared, first_line, no_larger_than, read_checkpoint
 from ermoe.nn import Balance
 from ermoe.nn.routers import OneWayRouter
+from ermoe.nn.sharding import is_sharded, whole
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_LARGEST_FILE = 5 * 10**9
 _LISTED = 6
 _CHECKS_ITSELF = "_extra_state"  # torch's name for what a module reads with a method of its own
 
@@ -49,20 +64,104 @@ def save(model: nn.Module, folder: StrPath, *, args: Options | None = None) -> N
     """Writes a model, sparse or dense, into a folder, from which `ermoe.load` and timm's ``local-dir:`` build it again.
 
     The arguments with which timm created a model are read off it. ``args`` are those that cannot be: `ermoe.upcycle`
-    warns where that is so.
+    warns where that is so. Weights of more than 5 GB come in several files with an index, as Hugging Face has them. A
+    model whose experts are on several processes is saved by all of them together.
 
-    Both files are written whole before either replaces its predecessor, so a save that fails in writing leaves the
-    earlier model. Each carries the mark of its save: a process that ends between the two replacements leaves new
+    All files are written whole before any replaces its predecessor, so a save that fails in writing leaves the
+    earlier model. Each carries the mark of its save: a process that ends between two replacements leaves new
     weights beside an old configuration, which `load` refuses.
+    """
+    save_state(model, model.state_dict(), folder, args=args)
+
+
+def save_state(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    folder: StrPath,
+    *,
+    args: Options | None = None,
+    largest_file: int = _LARGEST_FILE,
+) -> None:
+    """`save` with weights that the model itself need not hold; see `weightless_copy`.
+
+    Of sharded weights, the first process puts together and writes one file after the other, so that it never holds
+    more than ``largest_file`` bytes of them; every process must call.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder")
     config = _config(model, args)
     text = json.dumps(config, indent=2, default=_refuse)
-    with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
-        save_file(_own_memory(model.state_dict()), weights_draft, metadata={"format": "pt", "save": config["save"]})
-        config_draft.write_text(text + "\n", encoding="utf-8")
+    files = _split(state, largest_file)
+    is_shared = any(map(is_sharded, state.values()))
+    if not is_shared or dist.get_rank() == 0:
+        with ExitStack() as drafts:
+            drafts.enter_context(replacing(folder / CONFIG)).write_text(text + "\n", encoding="utf-8")
+            if len(files) > 1:
+                drafts.enter_context(replacing(folder / INDEX)).write_text(_index(state, files), encoding="utf-8")
+            for file, names in files.items():
+                own = _own_memory({name: whole(state[name]) for name in names})
+                draft = drafts.enter_context(replacing(folder / file))
+                save_file(own, draft, metadata={"format": "pt", "save": config["save"]})
+        _remove_others(folder, files)
+    else:
+        for names in files.values():
+            for name in names:
+                whole(state[name])
+    if is_shared:
+        dist.barrier()
+
+
+def _split(state: Mapping[str, Tensor], largest_file: int) -> dict[str, list[str]]:
+    """Names of tensors by the file they go to: one, or several of which none is larger than it must be."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        own = tensor.numel() * tensor.element_size()
+        if parts[-1] and size + own > largest_file:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += own
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
+
+
+def _index(state: Mapping[str, Tensor], files: dict[str, list[str]]) -> str:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    places = {name: file for file, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+
+def _remove_others(folder: Path, files: Iterable[str]) -> None:
+    """Weights of an earlier model that came in another number of files."""
+    kept = {*files, *([INDEX] if WEIGHTS not in files else [])}
+    for path in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files with the weights of a model folder: those that its index names, or the only one."""
+    if not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    places = read_object(folder / INDEX, "save the model again").get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(is_plain_name(name) and str(name).endswith(".safetensors") for name in names):
+        raise UserError(f"{folder / INDEX} names no files with weights: save the model again")
+    return [folder / name for name in sorted(set(names))]
+
+
+def weightless_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device of all that is saved: what `save_state` needs to know of a model."""
+    saved = {id(tensor): tensor for tensor in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
+    return copy.deepcopy(model, {own: _without_data(tensor) for own, tensor in saved.items()})
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
@@ -73,7 +172,8 @@ def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
     folder = _folder(source)
     config, _ = _planned(folder)
     model = _rebuild(config, folder / CONFIG)
-    load_state(model, read_checkpoint(folder / WEIGHTS), source=folder / WEIGHTS)
+    for file in weights_in(folder):  # all of them together are what the model needs: `_planned` has compared
+        load_state(model, read_checkpoint(file), source=file, strict=False)
     model = model.to(device)
     _warn_of_cpu(model, folder)
     return model
@@ -94,18 +194,21 @@ def weightless(source: StrPath) -> nn.Module:
 
 def _planned(folder: Path, *, needs_weights: bool = True) -> tuple[Json, nn.Module]:
     """The configuration and, on the meta device, the model that it describes, which the weights fit."""
-    config_file, weights_file = folder / CONFIG, folder / WEIGHTS
+    config_file, files = folder / CONFIG, weights_in(folder)
     config = _read_config(config_file)
-    is_complete = needs_weights or weights_file.exists()
-    weights, notes = declared(weights_file) if is_complete else ({}, {})
-    if "save" in notes and "save" in config and notes["save"] != config["save"]:
-        # A save that was interrupted between its two files left weights that do not belong to the configuration.
-        raise UserError(f"{folder}: {CONFIG} and {WEIGHTS} come from two different saves; save the model again")
+    is_complete = needs_weights or files[0].exists()
+    weights: dict[str, Tensor] = {}
+    for file in files if is_complete else ():
+        tensors, notes = declared(file)
+        if "save" in notes and "save" in config and notes["save"] != config["save"]:
+            # A save that was interrupted between two files left weights that do not belong to the configuration.
+            raise UserError(f"{folder}: {CONFIG} and {file.name} come from two different saves; save the model again")
+        weights |= tensors
     check_numbers(config["ermoe"], weights, config_file)
     with no_larger_than(weights, config_file):
         model = _rebuild(config, config_file, device="meta")
     if is_complete:
-        _fitting(model, weights, source=weights_file)
+        _fitting(model, weights, source=folder if len(files) > 1 else files[0])
     return config, model
 
 
@@ -178,7 +281,8 @@ def _from_hub(source: str) -> Path:
 
     name, _, revision = source.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=[CONFIG, WEIGHTS]))
+        wanted = [CONFIG, INDEX, "model*.safetensors"]
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         raise UserError(
             f"{source} is neither a folder here nor a repository that the hub would give ({type(problem).__name__})"

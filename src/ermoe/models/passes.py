@@ -152,7 +152,7 @@ def run_without_data(model: nn.Module, shape: tuple[int, ...]) -> None:
     """A forward pass along the static path over tensors that have a shape and no data; the model stays as it is."""
     eye = Eye(model)
     tensors = {**dict(eye.named_parameters()), **dict(eye.named_buffers())}
-    weightless = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    weightless = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     images = torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype)
     with evaluating(model), every_expert(model):
         functional_call(eye, weightless, (images,))

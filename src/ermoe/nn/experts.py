@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ermoe.nn import products
 from ermoe.nn.basis import random_basis
+from ermoe.nn.exchange import exchanged
 from ermoe.nn.products import Products
+from ermoe.nn.sharding import at_work, is_sharded
 from ermoe.nn.start import Start, parameter
 from ermoe.nn.tracing import is_for_onnx, is_transformed
 
@@ -67,11 +69,12 @@ class EigenLinear(nn.Module):
         """
         if x is None or ops is None:
             return self.U
-        (_, in_dim, rank), out_dim = self.U.shape, self.V.shape[1]
+        U, s, V, bias = at_work(self.U), at_work(self.s), at_work(self.V), at_work(self.bias)
+        (_, in_dim, rank), out_dim = U.shape, V.shape[1]
         saved_per_row = rank * (in_dim + out_dim) - in_dim * out_dim
         if not torch.compiler.is_exporting() and ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
-            return ops.merged(x, self.U, self.s, self.V, self.bias)
-        return ops.linear(ops.scale(ops.linear(x, self.U), self.s), self.V, self.bias, transposed=True)
+            return ops.merged(x, U, s, V, bias)
+        return ops.linear(ops.scale(ops.linear(x, U), s), V, bias, transposed=True)
 
     @property
     def in_dim(self) -> int:
@@ -113,7 +116,7 @@ class DenseLinear(nn.Module):
 
     def forward(self, x: Tensor, ops: Products) -> Tensor:
         """x W + b."""
-        return ops.linear(x, self.W, self.bias)
+        return ops.linear(x, at_work(self.W), at_work(self.bias))
 
     @property
     def in_dim(self) -> int:
@@ -220,7 +223,14 @@ class Experts(nn.Module):
         return output
 
     def forward(self, x_AD: Tensor, count_E: Tensor) -> Tensor:
-        """Expert outputs of rows sorted by expert, ``count_E`` rows each, (A, D)."""
+        """Expert outputs of rows sorted by expert, ``count_E`` rows each, (A, D); wherever the experts are."""
+        weight = next(self.parameters())
+        if is_sharded(weight):
+            return exchanged(self.run, x_AD, count_E, weight.device_mesh)
+        return self.run(x_AD, count_E)
+
+    def run(self, x_AD: Tensor, count_E: Tensor) -> Tensor:
+        """The same for the experts of this process alone."""
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
@@ -231,10 +241,15 @@ class Experts(nn.Module):
 
     def every_expert(self, x_TD: Tensor) -> Tensor:
         """All experts' outputs for all tokens, (E, T, D)."""
-        return products.every_expert(self.expert, x_TD, self.num_experts)
+        return self.batched(x_TD.expand(self.num_experts, *x_TD.shape))
 
     def batched(self, x_EAD: Tensor) -> Tensor:
         """Outputs of equally many rows for each expert, (E, A / E, D); static shapes, no counts."""
+        if is_sharded(next(self.parameters())):
+            num_experts, num_rows, _ = x_EAD.shape
+            count_E = torch.full((num_experts,), num_rows, device=x_EAD.device)
+            y_AD: Tensor = self(x_EAD.flatten(0, 1), count_E)
+            return y_AD.view(x_EAD.shape)
         return products.batched(self.expert, x_EAD)
 
     def prefers_grouped(self, x: Tensor) -> bool:

@@ -85,7 +85,7 @@ class _GroupedRows(Products):
         self._expert_A = torch.repeat_interleave(experts, count_E, output_size=num_rows)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-        dtype = _compute_dtype(x)  # grouped_mm is unknown to autocast
+        dtype = compute_dtype(x)  # grouped_mm is unknown to autocast
         weight = weight.mT if transposed else weight
         y = F.grouped_mm(x.to(dtype), weight.to(dtype), offs=self._end_E)
         return y if bias is None else y + bias.to(dtype)[self._expert_A]
@@ -131,25 +131,21 @@ def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     return expert(x_AD, _GroupedRows(count_E, x_AD.shape[0]))
 
 
-def every_expert(expert: Expert, x_TD: Tensor, num_experts: int) -> Tensor:
-    """Every expert on every token, (E, T, D): E / K times the work of the sparse paths, and static shapes."""
-    return batched(expert, x_TD.expand(num_experts, *x_TD.shape))
-
-
 def batched(expert: Expert, x_EAD: Tensor) -> Tensor:
-    """Equally many rows for each expert, (E, A / E, D), as one batched product."""
+    """Equally many rows for each expert, (E, A / E, D), as one batched product of static shape."""
     return expert(x_EAD, _AllExperts())
 
 
 def fits_grouped(x: Tensor, *widths: int) -> bool:
     """Whether ``grouped_mm`` takes these rows: no float64, and strides that are multiples of 16 bytes."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     return all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The precision in which rows meet weights: that of autocast where it is on."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

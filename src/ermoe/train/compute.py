@@ -1,25 +1,21 @@
-"""Where a run computes: which processes take part, on which device, who speaks for them, and how they share a model."""
+"""Where a run computes: which processes take part, on which device, and who speaks for them."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ermoe.console import say
 from ermoe.errors import UserError
 
-_PARALLEL = ("ddp", "fsdp")
 _CPU = torch.device("cpu")
 
 
@@ -43,7 +39,9 @@ class Compute:
 
     Args:
         group: the processes that take part.
-        parallel: "ddp" or "fsdp", with several of them.
+        parallel: how several of them share a model, "ddp", "fsdp", "ep" or "fsdp+ep"; see `ermoe.nn.parallel`.
+        expert_processes: with "ep" and "fsdp+ep", processes that share the experts of a layer; 0 for as many as can.
+        background_saves: with all but "ddp", go on training while a checkpoint is written; costs a copy of each shard.
         compile: run training steps through `torch.compile`.
         workers: processes that read files ahead; what is in memory needs none.
         console: for what a person wants to know. None says nothing; the progress bar is then on standard error.
@@ -51,6 +49,8 @@ class Compute:
 
     group: Processes = field(default_factory=Processes)
     parallel: str = "ddp"
+    expert_processes: int = 0
+    background_saves: bool = False
     compile: bool = False
     workers: int = 0
     console: Console | None = None
@@ -157,51 +157,3 @@ def wait_for_all() -> None:
     """Goes on when every process has come here."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-
-
-def parallelise(model: nn.Module, group: Processes, how: str) -> nn.Module:
-    """The model wrapped for training: copies that average their gradients ("ddp"), or shards ("fsdp").
-
-    FSDP2 shards every parameter on its first axis, which is the axis of experts, so that a process holds whole bases.
-    """
-    if how not in _PARALLEL:
-        raise UserError(f"parallel={how!r}: use 'ddp' or 'fsdp'")
-    if group.num == 1:
-        return model
-    if how == "ddp":
-        return DistributedDataParallel(model, device_ids=[group.device] if group.device.type == "cuda" else None)
-    mesh = init_device_mesh(group.device.type, (group.num,))
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def _blocks(model: nn.Module) -> Iterable[nn.Module]:
-    """The longest list of modules in a model: its transformer blocks."""
-    lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    return max(lists, key=len, default=[])
-
-
-@contextmanager
-def without_sync(network: nn.Module, *, unless: bool) -> Iterator[None]:
-    """Keeps gradients in this process for a part of a batch that is not the last; ``unless`` it is."""
-    network = getattr(network, "_orig_mod", network)  # what torch.compile wrapped
-    if unless or not isinstance(network, DistributedDataParallel | FSDPModule):
-        yield
-    elif isinstance(network, DistributedDataParallel):
-        with network.no_sync():
-            yield
-    else:
-        network.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            network.set_requires_gradient_sync(True)
-
-
-def reshard(model: nn.Module) -> None:
-    """Frees the whole parameters that FSDP keeps after a forward pass in expectation of a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -154,7 +154,7 @@ def _fit(task: Task, settings: Training, run: RunFolder, compute: Compute, *, is
     steps_per_epoch, figures = task.steps_per_epoch, where.figures
     first_step, total_steps = where.epoch * steps_per_epoch + where.step, settings.epochs * steps_per_epoch
     log = Log(run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=compute.console)
-    with run.guarded(), log.going_on():
+    with run.guarded(), log.going_on(), trainer.saving():
         for epoch in range(where.epoch, settings.epochs):
             first_step = where.step if epoch == where.epoch else 0
             for step, parts in enumerate(task.batches(epoch, first_step), first_step):

@@ -37,7 +37,7 @@ from ermoe.files import (
     to_json,
     write_json,
 )  # fmt: skip
-from ermoe.models.io import CONFIG, WEIGHTS
+from ermoe.models.io import CONFIG, INDEX, WEIGHTS
 from ermoe.train.compute import Processes, sum_over_processes, wait_for_all
 from ermoe.train.lock import locked
 from ermoe.train.settings import Training
@@ -175,7 +175,7 @@ def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
     with naming_what_cannot_be_read():
-        is_run = run.config.is_file() and not (run.folder / WEIGHTS).is_file()
+        is_run = run.config.is_file() and not any((run.folder / name).is_file() for name in (WEIGHTS, INDEX))
     return run.model(prefer) if is_run else place
 
 

@@ -212,11 +212,16 @@ class TrainingMachine(Machine):
     """Where a run computes. Several processes: torchrun --nproc-per-node=N -m ermoe …, or srun.
 
     Args:
-        parallel: of several processes: copies of the model (ddp), or shards of it (fsdp).
+        parallel: of several processes: copies of the model (ddp), shards of it (fsdp), a part of the experts each with
+            copies (ep) or shards (fsdp+ep) of the rest.
+        expert_processes: processes that share the experts of a layer (ep, fsdp+ep); 0 for as many as can.
+        background_saves: with all but ddp, go on training while a checkpoint is written; costs a copy of each shard.
         compile: run training steps through torch.compile.
         resume: auto goes on if there is a run in the folder, must insists on one, never refuses one.
     """
 
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: Literal["ddp", "fsdp", "ep", "fsdp+ep"] = "ddp"
+    expert_processes: int = 0
+    background_saves: bool = False
     compile: bool = False
     resume: Literal["auto", "must", "never"] = "auto"

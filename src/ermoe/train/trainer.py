@@ -7,29 +7,32 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers, routing_figures
 from ermoe.data.order import hashed
 from ermoe.errors import UserError
-from ermoe.models.io import load_state, save
+from ermoe.models.io import save_state, weightless_copy
 from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.orthogonality import bases
+from ermoe.nn.parallel import by_mesh, clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.nn.sharding import whole
-from ermoe.train import checkpoint
-from ermoe.train.compute import Compute, Processes, parallelise, reshard, sum_over_processes, wait_for_all, without_sync
+from ermoe.nn.sharding import is_sharded, sharded_as
+from ermoe.train import checkpoint, parts
+from ermoe.train.checkpoint import Checkpoint, State
+from ermoe.train.compute import Compute, Processes, sum_over_processes, wait_for_all
 from ermoe.train.run_folder import RunFolder
 from ermoe.train.settings import Training
 
@@ -61,15 +64,22 @@ class Trainer:
     scaler: torch.amp.GradScaler
     average: Average | None
     skeleton: nn.Module
+    is_shared: bool = False
+    background: Background | None = None
+    _parts: str | None = None  # of the last checkpoint
+    _saving: Future[None] | None = None
 
     @classmethod
     def build(cls, task: Task, settings: Training, compute: Compute) -> Trainer:
         group = compute.group
         if settings.precision == "fp64" and widest(group.device) != torch.float64:
             raise UserError(f"precision=fp64: {group.device.type} has no such numbers; use --device cpu, or fp32")
-        is_sharded = compute.parallel == "fsdp" and group.num > 1
-        if settings.precision == "fp16" and is_sharded:
-            raise UserError("precision=fp16 with FSDP: shards could disagree about an overflow; use bf16, or ddp")
+        is_shared = compute.parallel != "ddp" and group.num > 1
+        if settings.precision == "fp16" and is_shared:
+            raise UserError(
+                f"precision=fp16 with parallel={compute.parallel}: shards could disagree about an overflow; use bf16, "
+                "or ddp"
+            )
         if group.is_main and settings.warmup_epochs > settings.epochs:
             logging.getLogger("ermoe").warning(
                 "warmup_epochs=%g is more than epochs=%d: the learning rate never reaches its peak; lower "
@@ -81,14 +91,15 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         model = task.model.to(group.device, torch.float64 if settings.precision == "fp64" else None)
-        skeleton = copy.deepcopy(model).cpu() if is_sharded else model  # ermoe.save wants a whole model
-        network = parallelise(model, group, compute.parallel)
+        skeleton = weightless_copy(model) if is_shared else model  # sharding changes the classes of modules
+        network = parallelise(model, compute.parallel, group.num, expert_processes=compute.expert_processes)
         optimizer = build_optimizer(model, settings, task.lr_scales)
         scaler = torch.amp.GradScaler(group.device.type, enabled=settings.precision == "fp16")
         average = Average(model, settings.ema) if settings.ema else None
         if compute.compile:
             network = torch.compile(network)  # type: ignore[assignment]
-        return cls(task, settings, group, network, optimizer, scaler, average, skeleton)
+        background = Background() if is_shared and compute.background_saves else None
+        return cls(task, settings, group, network, optimizer, scaler, average, skeleton, is_shared, background)
 
     def step(self, parts: list[Any], epoch: int, step: int, *, watch: bool) -> dict[str, Tensor | float]:
         """One optimiser step; returns its losses, and with ``watch`` what the routers did."""
@@ -138,8 +149,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
-        limit = self.settings.clip or math.inf
-        return whole(nn.utils.clip_grad_norm_(self.task.model.parameters(), limit))
+        return clip_gradients(self.task.model, self.settings.clip or math.inf)
 
     def agree(self, line: dict[str, Tensor | float], step: int) -> dict[str, float]:
         """The figures of a step on this process, with the loss of all; stops a run whose loss is no longer a number."""
@@ -150,7 +160,7 @@ class Trainer:
 
     def check_weights(self, step: int) -> None:
         """Stops a run whose weights are no longer numbers, before they are retracted, evaluated or saved."""
-        if not bool(whole(nn.utils.get_total_norm(self.task.model.parameters())).isfinite()):
+        if not bool(total_norm(self.task.model.parameters()).isfinite()):
             raise _diverged(f"the weights are no longer finite numbers after step {step}")
 
     @contextmanager
@@ -174,55 +184,111 @@ class Trainer:
         return figures
 
     def keep_models(self, run: RunFolder, epoch: int, *, is_best: bool) -> None:
-        """Writes the models that are kept for use, as folders that `ermoe.load` reads."""
+        """Writes the models that are kept for use, as folders that `ermoe.load` reads; called on every process."""
         settings = self.settings
         folders = [run.best] if is_best else []
         folders += [run.kept(epoch)] if settings.keep_every and epoch % settings.keep_every == 0 else []
         folders += [run.final] if epoch == settings.epochs else []
-        if not folders:
-            return
-        model = self._whole_model()
-        if self.group.is_main:
+        if self.group.is_main or self.is_shared:
             for folder in folders:
-                save(model, folder)
-
-    def _whole_model(self) -> nn.Module:
-        if self.skeleton is self.task.model:
-            return self.skeleton
-        state = checkpoint.whole_model(self.task.model)
-        if self.group.is_main:
-            load_state(self.skeleton, state, source="the shards of this run")
-        return self.skeleton
+                save_state(self.skeleton, self.task.model.state_dict(), folder)
 
     def save(self, run: RunFolder, where: Position) -> None:
-        """Writes the checkpoint from which the run goes on; called on every process."""
-        model, optimizer = checkpoint.gather(self.task.model, self.optimizer)
-        average = None if self.average is None else self.average.state_dict()
-        state: checkpoint.Checkpoint = {
-            "model": model, "optimizer": optimizer, "position": asdict(where), "scaler": self.scaler.state_dict(),
-            "task": self.task.state_dict(), "average": average,
+        """Writes the checkpoint from which the run goes on; called on every process.
+
+        With shared models and ``background``, training goes on meanwhile; `finish_saving` waits.
+        """
+        self.finish_saving()
+        average = None if self.average is None else self.average.state_dict(whole=not self.is_shared)
+        rest: State = {
+            "position": asdict(where), "scaler": self.scaler.state_dict(), "task": self.task.state_dict(),
+            "average": average,
         }  # fmt: skip
+        if not self.is_shared:
+            model, optimizer = checkpoint.gather(self.task.model, self.optimizer)
+            if self.group.is_main:
+                checkpoint.write(run.last, cast(Checkpoint, {"model": model, "optimizer": optimizer, **rest}))
+                parts.forget(run.last.parent, None)
+            wait_for_all()
+        elif self.background is None:
+            self._write_parts(run, where, self._tensors(), copy.deepcopy(rest), None)
+        else:
+            tensors = {name: tensor.clone() for name, tensor in self._tensors().items()}
+            writing = (run, where, tensors, copy.deepcopy(rest), self.background.group)
+            self._saving = self.background.submit(self._write_parts, *writing)
+
+    def _write_parts(
+        self, run: RunFolder, where: Position, tensors: dict[str, Tensor], rest: State, group: dist.ProcessGroup | None
+    ) -> None:
+        """All processes write their parts; then the checkpoint names them, and what it named before is removed."""
+        folder = run.last.parent / parts.name_of(where.epoch, where.step)
         if self.group.is_main:
-            checkpoint.write(run.last, state)
-        wait_for_all()
+            parts.forget(run.last.parent, self._parts)
+        dist.barrier(group)
+        parts.write(folder, tensors, group)
+        dist.barrier(group)
+        self._parts = folder.name
+        if self.group.is_main:
+            named: State = {"model": {}, "optimizer": {}, "parts": folder.name, **rest}
+            checkpoint.write(run.last, cast(Checkpoint, named))
+            parts.forget(run.last.parent, folder.name)
+        dist.barrier(group)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """After the block, whichever way it ends, no checkpoint is being written any more."""
+        try:
+            yield
+        finally:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written, and says what went wrong with it."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        average = {} if self.average is None else {f"average.{n}": t for n, t in self.average.shadow.items()}
+        return {**parts.state_of(self.task.model, self.optimizer), **average}
 
     def resume(self, path: Path) -> Position:
-        """Goes on from the checkpoint at ``path``, on any number of processes."""
+        """Goes on from the checkpoint at ``path``, on any number of processes, however they share the model."""
         state = checkpoint.read(path)
         try:
-            return self.restore(state)
+            return self.restore(state, path.parent)
         except (KeyError, TypeError, AttributeError, IndexError) as problem:
             raise UserError(f"{path} is no checkpoint of this run: restore it, or start a new run folder") from problem
 
-    def restore(self, state: checkpoint.Checkpoint) -> Position:
-        """Takes over what `save` wrote, on any number of processes."""
+    def restore(self, state: Checkpoint, folder: Path) -> Position:
+        """Takes over what `save` wrote; ``folder`` is where parts are, if there are any."""
         self.task.load_state_dict(state["task"])  # first: it may freeze parameters, which then have no optimiser state
-        checkpoint.scatter(self.task.model, self.optimizer, state)
+        if "parts" in state:
+            self._read_parts(folder / state["parts"])
+        else:
+            checkpoint.scatter(self.task.model, self.optimizer, state)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         if self.average is not None and state["average"] is not None:
             self.average.load_state_dict(state["average"])
         return Position(**state["position"])
+
+    def _read_parts(self, folder: Path) -> None:
+        self._parts = folder.name
+        model = self.task.model
+        parts.prepare(model, self.optimizer, parts.stored_names(folder))
+        tensors = self._tensors()
+        parts.read(folder, tensors)
+        # What modules read by methods of their own, such as thresholds, is not theirs until they have read it.
+        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name[:6] == "model."})
+
+
+class Background:
+    """A thread that writes checkpoints, and processes' own line to agree on them, apart from that of training."""
+
+    def __init__(self) -> None:
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self.submit = ThreadPoolExecutor(max_workers=1).submit
 
 
 @contextmanager
@@ -271,6 +337,7 @@ def build_optimizer(
     for chosen, factor in slowed:
         if factor != 1:
             groups = [part for group in groups for part in _apart(group, chosen, factor)]
+    groups = [{**group, "params": params} for group in groups for params in by_mesh(group["params"])]
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
@@ -310,7 +377,7 @@ class Average:
         self.model = model
         self.decay = decay
         self.num_updates = 0
-        self._shadow = {name: tensor.detach().clone() for name, tensor in _averaged(model).items()}
+        self.shadow = {name: tensor.detach().clone() for name, tensor in _averaged(model).items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -318,7 +385,7 @@ class Average:
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         for name, tensor in _averaged(self.model).items():
-            _local(self._shadow[name]).lerp_(_local(tensor), 1 - decay)
+            _local(self.shadow[name]).lerp_(_local(tensor), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -328,7 +395,7 @@ class Average:
         """
         own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
         try:
-            self._put(self._shadow)
+            self._put(self.shadow)
             retract(self.model)
             yield
         finally:
@@ -339,19 +406,17 @@ class Average:
         for name, tensor in _averaged(self.model).items():
             _local(tensor).copy_(_local(values[name]))
 
-    def state_dict(self) -> checkpoint.State:
-        """Whole tensors, also where the model is sharded; collective in that case."""
-        return {"num_updates": self.num_updates, **{f"shadow.{n}": whole(t).cpu() for n, t in self._shadow.items()}}
+    def state_dict(self, *, whole: bool = True) -> State:
+        """The number of updates and, of a process that holds them ``whole``, all averages."""
+        averages = {f"shadow.{name}": tensor.cpu() for name, tensor in self.shadow.items()} if whole else {}
+        return {"num_updates": self.num_updates, **averages}
 
     @torch.no_grad()
-    def load_state_dict(self, state: checkpoint.State) -> None:
-        """Takes it back, sharded as the model is now."""
+    def load_state_dict(self, state: State) -> None:
+        """Takes it back, sharded as the model is now; from a checkpoint in parts, the number of updates alone."""
         self.num_updates = int(state["num_updates"])
-        for name, tensor in self._shadow.items():
-            saved = state[f"shadow.{name}"]
-            if isinstance(tensor, DTensor):
-                saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
-            _local(tensor).copy_(_local(saved))
+        for name, tensor in self.shadow.items() if len(state) > 1 else ():
+            _local(tensor).copy_(_local(sharded_as(tensor, state[f"shadow.{name}"].to(tensor.device))))
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
@@ -366,4 +431,4 @@ def _averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor

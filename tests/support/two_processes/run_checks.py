@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ermoe.files import replacing
 from ermoe.train.compute import processes
 from support.routers import CASES, IDS
-from support.two_processes import contrastive, layers, recording, routers, runs
+from support.two_processes import contrastive, experts, layers, recording, routers, runs
 
 LAYERS = [
     layers.ddp,
@@ -32,9 +32,12 @@ CHECKS = {
     **{f"layers-{check.__name__}": check for check in LAYERS},
     **{f"routers-{case}": partial(routers.check, *given) for case, given in zip(IDS, CASES, strict=True)},
     **{f"recording-{check.__name__}": check for check in (recording.ddp, recording.fsdp)},
+    **{f"experts-{case}": partial(experts.check, case, ("ep",), (2,)) for case in experts.QUICK},
+    "experts-sharded": partial(experts.check, "soft", ("efsdp", "ep"), (1, 2)),
+    "experts-used": experts.used,
     "contrastive-gradients": contrastive.gradients,
 }
-RUNS = [runs.fsdp, runs.fsdp_interrupted, runs.accumulation, runs.ddp_with_a_death]
+RUNS = [runs.fsdp, runs.sharded_experts_interrupted, runs.experts_and_accumulation, runs.ddp_with_a_death]
 
 
 def note(path, problem):

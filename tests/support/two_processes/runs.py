@@ -1,10 +1,39 @@
-"""Training runs of two processes."""
+"""Training runs of several processes, and how they are compared."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ermoe.train.compute import processes
+from ermoe.train.run_folder import read_lines
 from support.tiny_run import StoppedError, recipe, run
+
+TOLERANCE = 1e-6
+
+
+def assert_same_run(found, expected):
+    lines, wanted = (read_lines(place / "metrics.jsonl") for place in (found, expected))
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted]
+    for line, other in zip(lines, wanted, strict=True):
+        names = (
+            ("loss", "lr", "gradient_norm")
+            if line["kind"] == "train"
+            else ("loss", "top1", "load_cv2", "weight_cv2", "drift", "penalty")
+        )
+        assert ("fluctuation" in line) == ("fluctuation" in other)
+        for name in (*names, *({"fluctuation"} & line.keys())):
+            assert line[name] == pytest.approx(other[name], abs=TOLERANCE), (line["step"], name)
+    weights, others = (load_file(place / "model" / "model.safetensors") for place in (found, expected))
+    assert weights.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(
+            weights[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def ddp_with_a_death(group, folder):
@@ -23,7 +52,7 @@ def fsdp(group, folder):
     run(Path(folder, "fsdp"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp")
 
 
-def fsdp_interrupted(group, folder):
+def sharded_experts_interrupted(group, folder):
     """Stops at step 8 of the first epoch, after the checkpoint of step 5."""
 
     def stop(epoch, step):
@@ -31,10 +60,33 @@ def fsdp_interrupted(group, folder):
             raise StoppedError
 
     try:
-        run(Path(folder, "moved"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp", before=stop)
+        chosen = recipe(precision="fp64", save_every=5)
+        run(Path(folder, "moved"), chosen, group=group, parallel="fsdp+ep", before=stop)
     except StoppedError:
         return
 
 
-def accumulation(group, folder):
-    run(Path(folder, "parts"), recipe(precision="fp64", save_every=5, accumulate=2), group=group)
+def experts_and_accumulation(group, folder):
+    """Checkpoints are written in the background."""
+    chosen = recipe(precision="fp64", save_every=5, accumulate=2)
+    run(Path(folder, "parts"), chosen, group=group, parallel="ep", background_saves=True)
+
+
+def run_until(group, folder, how, last_step, background):
+    """A run that goes on where it stands, and stops before a step."""
+
+    def stop(epoch, step):
+        if 12 * epoch + step == last_step:
+            raise StoppedError
+
+    chosen = recipe(precision="fp64", save_every=5)
+    try:
+        run(Path(folder), chosen, group=group, parallel=how, before=stop, background_saves=background)
+    except StoppedError:
+        return
+
+
+if __name__ == "__main__":  # torchrun runs.py FOLDER PARALLEL LAST-STEP [background]
+    torch.set_num_threads(1)
+    with processes("cpu") as own_group:
+        run_until(own_group, sys.argv[1], sys.argv[2], int(sys.argv[3]), "background" in sys.argv)

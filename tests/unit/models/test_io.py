@@ -18,6 +18,7 @@ import ermoe.models.vit
 from ermoe.errors import UserError
 from ermoe.models import io
 from ermoe.models.io import describe
+from support import saves
 from support.backbones import ACCEPTED, apart, build, outputs, perturb, photographs
 
 KINDS = {
@@ -361,3 +362,41 @@ class TestInterruption:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert same(model, ermoe.load(tmp_path), size)
+
+
+class TestSeveralFiles:
+    """Weights that are larger than one file should be come as Hugging Face has them."""
+
+    def test_they_are_read_as_one_model(self, tmp_path):
+        model = ermoe.load(saves.classifier(tmp_path / "one"))
+        io.save_state(model, model.state_dict(), tmp_path / "several", largest_file=20_000)
+        files = sorted(path.name for path in (tmp_path / "several").iterdir())
+        assert files[:2] == ["config.json", f"model-00001-of-{len(files) - 2:05d}.safetensors"]
+        assert files[-1] == "model.safetensors.index.json"
+        assert all((tmp_path / "several" / name).stat().st_size < 25_000 for name in files)
+        again = ermoe.load(tmp_path / "several").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+    def test_a_save_in_fewer_files_leaves_none_of_the_others(self, tmp_path):
+        model = ermoe.load(saves.classifier(tmp_path))
+        io.save_state(model, model.state_dict(), tmp_path, largest_file=20_000)
+        assert not (tmp_path / "model.safetensors").exists()
+        ermoe.save(model, tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_files_of_two_saves_are_refused(self, tmp_path):
+        model = ermoe.load(saves.classifier(tmp_path / "a"))
+        for name in "ab":
+            io.save_state(model, model.state_dict(), tmp_path / name, largest_file=20_000)
+        first = next((tmp_path / "a").glob("model-00002*"))
+        shutil.copy(tmp_path / "b" / first.name, first)
+        with pytest.raises(UserError, match=f"{first.name} come from two different saves"):
+            ermoe.load(tmp_path / "a")
+
+    def test_a_model_without_its_weights_says_how_others_are_written(self, tmp_path):
+        model = ermoe.load(saves.classifier(tmp_path / "a"))
+        skeleton = io.weightless_copy(model)
+        assert all(parameter.is_meta for parameter in skeleton.parameters())
+        io.save_state(skeleton, model.state_dict(), tmp_path / "b")
+        again = ermoe.load(tmp_path / "b").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())

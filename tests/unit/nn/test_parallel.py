@@ -1,0 +1,68 @@
+"""How processes share a model: what is refused before any of them begins."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ermoe
+from ermoe.errors import UserError
+from ermoe.nn.parallel import distribute, parallelise
+
+
+@pytest.fixture(autouse=True)
+def _four_processes():
+    """One process that believes to be one of four, and never waits for the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def model(num_experts):
+    return nn.ModuleList([ermoe.EigenMoE(8, num_experts=num_experts, top_k=1, score="prototype")])
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "sizes", "names", "sentence"),
+    [
+        (4, (2, 2), ("data", "ep"), r"the axes \('data', 'ep'\): need 'ep' as the last"),
+        (4, (2, 2), ("ep", "efsdp"), "need 'ep' as the last"),
+        (4, (4,), ("replicate",), "need 'ep' as the last"),
+        (4, (4,), None, "the axes without names"),
+        (4, (2,), ("ep",), "2 of 4 processes: build it over all of them"),
+        (6, (4,), ("ep",), "0 has 6 experts, which 4 processes cannot share evenly: use .* divides 6"),
+        (2, (4,), ("ep",), "0 has 2 experts for 4 processes: use at most 2 expert processes"),
+        (1, (4,), ("ep",), "no experts to share out"),
+    ],
+)
+def test_wrong_meshes_get_one_sentence(num_experts, sizes, names, sentence):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with pytest.raises(UserError, match=sentence):
+        distribute(model(num_experts), mesh)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "num_experts", "sentence"),
+    [
+        ("zero", {}, 4, "parallel='zero': use one of ddp, fsdp, ep, fsdp\\+ep"),
+        ("fsdp", {"expert_processes": 2}, 4, "only ep and fsdp\\+ep share out experts"),
+        ("ep", {"expert_processes": 3}, 6, "4 processes cannot be cut into groups of so many"),
+        ("ep", {"expert_processes": -1}, 4, "expert_processes=-1"),
+        ("fsdp+ep", {}, 3, "4 processes cannot share layers of 3 experts evenly"),
+    ],
+)
+def test_wrong_options_get_one_sentence(how, options, num_experts, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parallelise(model(num_experts), how, 4, **options)
+
+
+@pytest.mark.parametrize(("num_experts", "own"), [(4, 1), (6, 3)])
+def test_experts_are_shared_by_as_many_processes_as_can(num_experts, own):
+    layers = model(num_experts)
+    parallelise(layers, "ep", 4)
+    assert layers[0].experts.up.U.shape[0] == num_experts
+    assert layers[0].experts.up.U.to_local().shape[0] == own
+    assert layers[0].router.score.psi.shape[0] == num_experts
+    assert isinstance(layers[0].router.score.psi, torch.nn.Parameter)
