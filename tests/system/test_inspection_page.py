@@ -5,7 +5,7 @@ import pytest
 
 from ermoe.analysis import plots
 from ermoe.data.images import open_images
-from ermoe.explore.patches import patch_experts, patch_grid
+from ermoe.explorer.patches import patch_experts, patch_grid
 from ermoe.images.run import transform_for
 from support.browser import CHROMIUM, Browser
 from support.inspected import model, write_report

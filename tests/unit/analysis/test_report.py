@@ -13,7 +13,7 @@ import ermoe
 from ermoe.analysis import plots
 from ermoe.analysis.page import Page, figure, grid, legend, svg, svg_text, table, tiles
 from ermoe.analysis.report import strongest_pairs
-from ermoe.explore.patches import patch_experts, tinted
+from ermoe.explorer.patches import patch_experts, tinted
 from ermoe.nn import EigenMoE
 from ermoe.nn.registry import build_layer
 

@@ -18,7 +18,7 @@ from ermoe.analysis.recorder import RoutingRecorder
 from ermoe.analysis.report import CLASSES, LOAD, MEASURED, Plot, measure_table
 from ermoe.analysis.summary import MEASURES, Summary, over_layers
 from ermoe.analysis.tally import Tally
-from ermoe.explore.patches import SCRIPT, Patched, viewer
+from ermoe.explorer.patches import SCRIPT, Patched, viewer
 from ermoe.nn import MixtureLayer
 
 _COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]

@@ -14,9 +14,9 @@ from ermoe.analysis.plots import Curve, Scale, curves
 from ermoe.analysis.report import THRESHOLDS
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
-from ermoe.explore import inspection
-from ermoe.explore.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
-from ermoe.explore.patches import Patched, viewer
+from ermoe.explorer import inspection
+from ermoe.explorer.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
+from ermoe.explorer.patches import Patched, viewer
 from support import slow_measures as slow
 from support.inspected import SIZE, model, write_report
 

@@ -22,9 +22,9 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
-from ermoe.explore.commands import Settings
-from ermoe.explore.inspection import AtK, Inspection, inspection_page, short
-from ermoe.explore.patches import Patched, patch_experts, patch_grid
+from ermoe.explorer.commands import Settings
+from ermoe.explorer.inspection import AtK, Inspection, inspection_page, short
+from ermoe.explorer.patches import Patched, patch_experts, patch_grid
 from ermoe.files import StrPath
 from ermoe.images.run import transform_for
 from ermoe.models.io import load

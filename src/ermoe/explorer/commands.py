@@ -52,7 +52,7 @@ class Inspect:
     machine: Machine = field(default_factory=Machine)
 
     def __call__(self, console: Console) -> None:
-        from ermoe.explore.inspect import inspect
+        from ermoe.explorer.inspect import inspect
 
         settings = replace(self.settings, workers=self.machine.workers)
         with self.machine.started(console) as compute:
