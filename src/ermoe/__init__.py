@@ -14,6 +14,7 @@ from ermoe._version import __version__ as __version__
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
     from ermoe.data.images import open_images
+    from ermoe.explorer.explore import explore
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
     from ermoe.models.export import export
@@ -36,6 +37,7 @@ forward_old_names()
 _HOMES = {
     "ermoe.analysis.recorder": ("record_routing",),
     "ermoe.data.images": ("open_images",),
+    "ermoe.explorer.explore": ("explore",),
     "ermoe.models.calibrate": ("calibrate",),
     "ermoe.models.count": ("count",),
     "ermoe.models.export": ("export",),
@@ -56,10 +58,10 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "export",
-    "freeze",
-    "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images", "orthogonality_loss", "preset",
-    "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
+    "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill", "explore",
+    "export", "freeze", "load", "load_weights", "merge", "no_weight_decay", "open_captions", "open_images",
+    "orthogonality_loss", "preset", "record_routing", "retract", "save", "slim", "to_dense", "unfreeze", "upcycle",
+    "update_balance",
 ]  # fmt: skip
 
 

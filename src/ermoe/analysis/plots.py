@@ -23,7 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 _LOOK = matplotlib.rc_params_from_file(str(files("ermoe.analysis") / "figures.mplstyle"), use_default_template=False)
 INK, MUTED, LINE = (str(_LOOK[name]) for name in ("text.color", "axes.labelcolor", "axes.edgecolor"))
 ACCENT = "#0f766e"
-_EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"]
+# Okabe and Ito, "Color universal design" (2008): distinct to every kind of colour vision.
+_EXPERTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
@@ -49,7 +50,7 @@ def expert_colours(num_experts: int) -> list[str]:
     """One colour an expert.
 
     >>> expert_colours(2)
-    ['#4e79a7', '#f28e2b']
+    ['#0072b2', '#e69f00']
     """
     if num_experts <= len(_EXPERTS):
         return _EXPERTS[:num_experts]

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),
     "brain": ("brain.commands:run", "brain age from T1 scans: check, train, report, predict; research use only"),
     "inspect": ("explorer.commands:run", "see how the experts of one or more models are used, in one HTML file"),
+    "explore": ("explorer.commands:Explore", "play with models in the browser: photographs, experts, thresholds"),
     "retrieve": (
         "retrieval.commands:run",
         "find images by words and captions by images: train, evaluate, index, search",

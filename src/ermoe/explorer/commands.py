@@ -1,10 +1,10 @@
-"""``ermoe inspect``: see how the experts of one or more models are used, in one HTML file."""
+"""``ermoe inspect`` and ``ermoe explore``: see what the experts of models do, in one HTML file or hands on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -58,6 +58,66 @@ class Inspect:
         with self.machine.started(console) as compute:
             path = inspect(self.models, self.data, self.out, settings=settings, device=compute.device, console=console)
         say(console, f"written: {path}")
+
+
+@dataclass(frozen=True, slots=True)
+class Explore:
+    """Play with a model in the browser: drop in photographs, see which experts take which patch and why.
+
+    A small server on this machine and one page: patches coloured by expert, score, margin or fallback, a slider through
+    the layers, scores of all experts below the pointer, other thresholds, numbers of experts and offsets at once, two
+    models side by side, an expert's card. Nothing is sent to any other host. Ctrl-C ends it.
+    """
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL…")]
+    """Run folders, model folders, or repositories of the Hugging Face hub."""
+    data: str | None = None
+    """Images for the gallery and the cards (their test split), as for ermoe inspect; two photographs by default."""
+    host: str = "127.0.0.1"
+    """Who can reach it: this machine alone, unless another address of it is given."""
+    port: int = 8765
+    """Another one is taken if it is in use."""
+    browser: bool = True
+    """Open the page."""
+    view: str = ""
+    """What to show first: the part of a link after its #."""
+    card_images: int = 300
+    """Images from which the experts' cards are made, while nothing else is asked for."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto is the accelerator if there is one."""
+    threads: int = 0
+    """CPU threads; 0 leaves that to torch."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16 or self.card_images < 0 or self.threads < 0:
+            raise UserError("port must be 0 to 65535, card_images and threads at least 0")
+
+    def __call__(self, console: Console) -> None:
+        import shlex
+        import webbrowser
+
+        import torch
+
+        from ermoe.explorer.explore import open_explorer
+        from ermoe.explorer.serve import Served
+        from ermoe.train.compute import device_named
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        words = ["ermoe", "explore", *self.models, *(["--data", self.data] if self.data else [])]
+        explorer = open_explorer(
+            self.models,
+            self.data,
+            device=device_named(self.device),
+            card_images=self.card_images,
+            command=shlex.join(words),
+        )
+        served = Served(explorer, host=self.host, port=self.port)
+        address = served.url + (f"#{self.view.lstrip('#')}" if self.view else "")
+        say(console, f"{explorer.pictures.images.summary}\n\n  {address}\n\nCtrl-C ends it.")
+        if self.browser:
+            webbrowser.open(address)
+        served.run()
 
 
 def run(argv: list[str]) -> None:
