@@ -6,7 +6,7 @@ Letters: E experts, C classes, B bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
@@ -102,11 +103,19 @@ def sorted_load(load_E: ArrayLike) -> NDArray[np.float64]:
     return relative
 
 
-def class_map(count_CE: ArrayLike, class_names: Sequence[str]) -> Figure:
-    """For every class, the share of its tokens' choices that went to each expert; rows sum to 1."""
+def class_map(count_CE: ArrayLike, class_names: Sequence[str], link: Callable[[int], str] | None = None) -> Figure:
+    """For every class, the share of its tokens' choices that went to each expert; rows sum to 1.
+
+    Where the page has something on every expert, ``link`` says where: an expert's column leads there.
+    """
     share_CE = class_shares(count_CE)
     with panel(0.7 + min(0.25 * len(share_CE), 7.0)) as (drawing, axes):
         draw_class_map(axes, share_CE, class_names)
+        for expert in range(share_CE.shape[1] if link is not None else 0):
+            assert link is not None
+            column = Rectangle((expert - 0.5, -0.5), 1, len(share_CE), alpha=0, linewidth=0, zorder=3)
+            column.set_url(f"#{link(expert)}")
+            axes.add_patch(column)
     return drawing
 
 

@@ -21,12 +21,13 @@ def card_markup(card: Card, title: str) -> Markup:
     """The card of one expert; numbers that could be chance stand beside those of a shuffle."""
     even = 1 / card.num_experts
     lead = (
-        f"Takes {card.load:.1%} of all choices and {card.weight:.1%} of the weight (equal shares: {even:.1%}), "
+        f"Takes {_percent(card.load)} of all choices and {_percent(card.weight)} of the weight "
+        f"(equal shares: {_percent(even)}), "
         f"seen on {card.num_images:,} images."
     )
     return Markup(
         f'<article class="card"><h3>{escape(title)}</h3><p>{lead}</p>'
-        f"{_best(card)}{_chance(card)}{_looks(card)}"
+        f'{_best(card)}<div class="card-columns">{_chance(card)}{_looks(card)}</div>'
         f'<div class="card-columns">{_classes(card)}{_places(card)}{_neighbours(card)}{_words(card)}</div></article>'
     )
 
@@ -64,9 +65,9 @@ def _looks(card: Card) -> str:
 def _classes(card: Card) -> str:
     if not card.classes:
         return ""
-    rows = "".join(f"<li>{escape(name)} <b>{share:.0%}</b></li>" for name, share in card.classes)
-    note = f"Share of a class's choices. Shuffled, the first would have {card.best_shuffled:.0%}."
-    return f"<section><h4>Classes</h4><ol>{rows}</ol><p>{note}</p></section>"
+    rows = "".join(f"<li>{escape(name)} <b>{_percent(share)}</b></li>" for name, share in card.classes)
+    note = f"Share of a class's choices. Shuffled, the first would have {_percent(card.best_shuffled)}."
+    return f"<div><h4>Classes</h4><ol>{rows}</ol><p>{note}</p></div>"
 
 
 def _places(card: Card) -> str:
@@ -80,10 +81,10 @@ def _places(card: Card) -> str:
         for r in range(height)
         for c in range(width)
     )
-    label = f"Share of the choices at each place, from {float(places.min()):.0%} to {float(places.max()):.0%}"
+    label = f"Share of the choices at each place, from {_percent(places.min())} to {_percent(places.max())}"
     return (
-        f'<section><h4>Places</h4><svg class="card-places" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{label}">{cells}</svg><p>{label}.</p></section>'
+        f'<div><h4>Places</h4><svg class="card-places" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{label}">{cells}</svg><p>{label}.</p></div>'
     )
 
 
@@ -94,12 +95,16 @@ def _neighbours(card: Card) -> str:
         f"<li>expert {e} <b>{overlap:.2f}</b> <span>{angle:.0f}°</span></li>"
         for e, overlap, angle in card.neighbours[:3]
     )
-    note = "Overlap of the routing subspaces, and their smallest angle."
-    return f"<section><h4>Neighbours</h4><ol>{rows}</ol><p>{note}</p></section>"
+    note = "Overlap of what they compare patches with, and the smallest angle between."
+    return f"<div><h4>Neighbours</h4><ol>{rows}</ol><p>{note}</p></div>"
 
 
 def _words(card: Card) -> str:
     if not card.words:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in card.words)
-    return f"<section><h4>Captions nearest to what it takes</h4><ol>{rows}</ol></section>"
+    return f"<div><h4>Captions nearest to what it takes</h4><ol>{rows}</ol></div>"
+
+
+def _percent(share: float | torch.Tensor) -> str:
+    return f"{100 * float(share):.{1 if share < 0.0995 else 0}f} %"

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ermoe.analysis import measures
 from ermoe.analysis.summary import routing_basis
 from ermoe.data.augment import Batch
-from ermoe.nn import Routing, moe_layers
+from ermoe.nn import MixtureLayer, Routing, moe_layers
+from ermoe.nn.scores import PrototypeScore
 
 PATCHES = 12
 """Best patches kept of each expert, each of another image."""
@@ -54,7 +55,8 @@ class Card:
         places_hw: by place, its share of the choices there.
         looks: attribute → (mean over its patches, the same when its patches are dealt out at random), both in standard
             deviations of all patches.
-        neighbours: (expert, overlap of the routing subspaces, their smallest angle in degrees), nearest first.
+        neighbours: (expert, overlap of the routing subspaces, their smallest angle in degrees), nearest first; of
+            experts that share a subspace, that of the directions they compare tokens with.
     """
 
     layer: str
@@ -80,7 +82,7 @@ class _Seen:
     def __init__(self, num_experts: int, num_patches: int) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64)
         self.best: list[list[BestPatch]] = [[] for _ in range(num_experts)]
-        self.image_count: list[Tensor] = []  # (E,) of each image
+        self.image_count: list[Tensor] = []  # (B, E), of each image
         self.place_PE = zeros(num_patches, num_experts)
         self.shuffled_PE = zeros(num_patches, num_experts)
         self.weight_E = zeros(num_experts)
@@ -99,7 +101,7 @@ class Cards:
         self._labels: list[int] = []
         self._look_sum = torch.zeros(2, len(ATTRIBUTES), dtype=torch.float64)  # of the attributes, and of their squares
         self._generator = torch.Generator().manual_seed(seed)
-        self._neighbours: dict[str, Tensor | None] = {}
+        self._cosines: dict[str, Tensor | None] = {}
 
     @property
     def num_images(self) -> int:
@@ -108,7 +110,10 @@ class Cards:
 
     @torch.no_grad()
     def add(self, batch: Batch, pixel_B3SS: Tensor) -> Tensor:
-        """Runs the model on a batch and counts; returns what the model says. ``pixel_B3SS`` are its bytes."""
+        """Runs the model on a batch, in its device and precision, and counts; returns what the model says.
+
+        ``pixel_B3SS`` are the bytes that the images were made of.
+        """
         assert batch.index is not None
         weights, scores, output = self._recorded(batch.image)
         attribute_BPA = attributes(pixel_B3SS, self.grid_hw)
@@ -148,7 +153,7 @@ class Cards:
     def _add_counts(self, seen: _Seen, weight_BPE: Tensor, attribute_BPA: Tensor, deal_BP: Tensor) -> None:
         used_BPE = (weight_BPE > 0).double()
         dealt_BPE = used_BPE.gather(1, deal_BP.unsqueeze(-1).expand_as(used_BPE))
-        seen.image_count += list(used_BPE.sum(1))
+        seen.image_count.append(used_BPE.sum(1))
         seen.place_PE += used_BPE.sum(0)
         seen.shuffled_PE += dealt_BPE.sum(0)
         seen.weight_E += weight_BPE.double().sum((0, 1))
@@ -162,20 +167,17 @@ class Cards:
     def _add_best(self, seen: _Seen, score_BPE: Tensor, index: Sequence[int], pixel_B3SS: Tensor) -> None:
         score_BE, patch_BE = score_BPE.max(1)
         for expert, best in enumerate(seen.best):
-            for row in range(len(index)):
-                score = float(score_BE[row, expert])
-                if len(best) == PATCHES and score <= best[-1].score:
-                    continue
-                patch = int(patch_BE[row, expert])
-                picture = surroundings(pixel_B3SS[row], patch, self.grid_hw)
-                best.append(BestPatch(index[row], patch, score, picture))
-                best.sort(key=lambda found: -found.score)
-                del best[PATCHES:]
+            bar = best[-1].score if len(best) == PATCHES else -torch.inf
+            for row in (score_BE[:, expert] > bar).nonzero().flatten().tolist():
+                patch, score = int(patch_BE[row, expert]), float(score_BE[row, expert])
+                best.append(BestPatch(index[row], patch, score, surroundings(pixel_B3SS[row], patch, self.grid_hw)))
+            best.sort(key=lambda found: -found.score)
+            del best[PATCHES:]
 
     def card(self, layer: str, expert: int, words: Sequence[str] = ()) -> Card:
         """What is known of one expert so far; at least one image must have been seen."""
         seen = self._seen[layer]
-        count_NE = torch.stack(seen.image_count)
+        count_NE = torch.cat(seen.image_count)
         label_N = torch.tensor(self._labels)
         own_C, shuffled_KC, bits = self._class_figures(count_NE, label_N, expert)
         order = own_C.nan_to_num(-1).argsort(descending=True)[:_NAMED].tolist()
@@ -216,7 +218,7 @@ class Cards:
         num_patches = self.num_images * self.grid_hw[0] * self.grid_hw[1]
         mean_A, square_A = self._look_sum / num_patches
         sd_A = (square_A - mean_A.square()).clamp_min(1e-12).sqrt()
-        number = float(torch.stack(seen.image_count)[:, expert].sum()) or 1.0
+        number = float(seen.place_PE[:, expert].sum()) or 1.0
         own_A, shuffled_A = (
             (total_EA[expert] / number - mean_A) / sd_A for total_EA in (seen.look_EA, seen.shuffled_look_EA)
         )
@@ -224,21 +226,35 @@ class Cards:
         return dict(zip(ATTRIBUTES, pairs, strict=True))
 
     def _nearest(self, layer: str, expert: int) -> list[tuple[int, float, float]]:
-        if layer not in self._neighbours:
-            basis_EDr = routing_basis(self.layers[layer])
-            own = basis_EDr is not None and len(basis_EDr) > 1
-            self._neighbours[layer] = measures.principal_cosines(basis_EDr) if own and basis_EDr is not None else None
-        cosine_EEr = self._neighbours[layer]
+        if layer not in self._cosines:
+            self._cosines[layer] = subspace_cosines(self.layers[layer])
+        cosine_EEr = self._cosines[layer]
         if cosine_EEr is None:
             return []
         overlap_E = cosine_EEr[expert].square().mean(-1)
         angle_E = torch.rad2deg(cosine_EEr[expert, :, 0].clamp(-1, 1).acos())
-        order = [e for e in overlap_E.argsort(descending=True).tolist() if e != expert]
+        order = [e for e in cosine_EEr[expert].mean(-1).argsort(descending=True).tolist() if e != expert]
         return [(e, float(overlap_E[e]), float(angle_E[e])) for e in order]
 
-    def all_cards(self, layer: str) -> Iterator[Card]:
-        """Of every expert of a layer."""
-        return (self.card(layer, expert) for expert in range(self.layers[layer].experts.num_experts))
+    def all_cards(self) -> Iterator[Card]:
+        """Of every expert of every layer."""
+        for name, layer in self.layers.items():
+            yield from (self.card(name, expert) for expert in range(layer.experts.num_experts))
+
+
+def subspace_cosines(layer: MixtureLayer) -> Tensor | None:
+    """Cosines of the principal angles between what experts compare tokens with, (E, E, r); None if that has no angle.
+
+    That is a subspace of each expert; where all share one, a direction in it, (E, E, 1).
+    """
+    basis_EDr = routing_basis(layer)
+    if basis_EDr is None:
+        return None
+    if len(basis_EDr) > 1:
+        return measures.principal_cosines(basis_EDr)
+    assert isinstance(layer.score, PrototypeScore)  # nothing else tells experts apart that share a basis
+    psi_Er = F.normalize(layer.score.psi.detach().double().cpu(), dim=-1)
+    return (psi_Er @ psi_Er.mT).unsqueeze(-1)
 
 
 def _bits(count_GE: Tensor, expert: int) -> float:

@@ -81,7 +81,7 @@ export const paintAttention = (canvas, image, alpha, grid, own) => {
   context.drawImage(image, 0, 0, size, size);
   const most = Math.max(...alpha) || 1;
   alpha.forEach((value, index) => {
-    context.fillStyle = `rgb(10 14 22 / ${0.9 * (1 - Math.sqrt(value / most))})`;
+    context.fillStyle = `rgb(10 14 22 / ${0.82 * (1 - Math.cbrt(value / most))})`;
     context.fillRect(...box(index, grid, size));
   });
   if (own >= 0) {

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
+from ermoe.explorer.cards import Cards
 from ermoe.explorer.commands import Settings
 from ermoe.explorer.inspection import AtK, Inspection, inspection_page, short
 from ermoe.explorer.patches import Patched, patch_experts, patch_grid
@@ -100,20 +102,28 @@ def look_into(
     if not knows:
         _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.summary)
     compute = Compute(Processes(device=next(model.parameters()).device), workers=settings.workers)
-    loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
+    transform = transform_for(model)
+    loader = Loader(transform.of(images), batch_size=settings.batch_size, compute=compute)
+    side = transform.size
+    cards = Cards(model, patch_grid(model, torch.empty(1, 3, side, side)), images.classes)
     with record_routing(model, classes=images.classes) as recorder:
-        logit_NC = _pass(model, loader, recorder, name, console)
+        logit_NC = _pass(model, loader, recorder, cards, name, console)
     guess_N = logit_NC.argmax(1) if knows else None
     patched = _patched(model, images, settings, guess_N)
     if guess_N is None:
-        return Inspection(recorder, patched, epochs=epochs)
+        return Inspection(recorder, patched, epochs=epochs, cards=cards)
     accuracy = float((guess_N == images.label_N).double().mean())
-    return Inspection(recorder, patched, accuracy, _by_k(model, images, settings, guess_N), epochs)
+    return Inspection(recorder, patched, accuracy, _by_k(model, images, settings, guess_N), epochs, cards)
 
 
 @torch.inference_mode()
 def _pass(
-    model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder, name: str, console: Console | None
+    model: nn.Module,
+    loader: Loader[Batch],
+    recorder: RoutingRecorder,
+    cards: Cards,
+    name: str,
+    console: Console | None,
 ) -> Tensor:
     """All logits, (N, C), with a progress bar."""
     model.eval()
@@ -121,14 +131,19 @@ def _pass(
     parts = []
     for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
         recorder.labels(batch.label)
-        parts.append(_logits(model, batch.image))
+        pixel_B3SS = transform_for(model).pixels(batch.image)
+        parts.append(cards.add(replace(batch, image=_as_model(model, batch.image)), pixel_B3SS).float().cpu())
     return torch.cat(parts)
 
 
 def _logits(model: nn.Module, image: Tensor) -> Tensor:
-    parameter = next(model.parameters())
-    logit_NC: Tensor = model(image.to(parameter.device, parameter.dtype)).float().cpu()
+    logit_NC: Tensor = model(_as_model(model, image)).float().cpu()
     return logit_NC
+
+
+def _as_model(model: nn.Module, image: Tensor) -> Tensor:
+    parameter = next(model.parameters())
+    return image.to(parameter.device, parameter.dtype)
 
 
 def _spread_out(num_images: int, wanted: int) -> np.ndarray:

@@ -33,6 +33,7 @@ def test_report_has_every_section(report):
         "Load",
         "Where the patches go",
         "Classes and experts",
+        "Experts",
         "Scores",
         "Threshold",
         "Experts a token",
@@ -43,12 +44,15 @@ def test_report_has_every_section(report):
     without_pictures = re.sub(r"base64,[\w+/=\n]+", "", text)
     assert not re.search(r"https?:|//[a-z]|<link|@import|url\((?!#)", without_pictures)
     assert len(text) < 2_000_000
+    cards = re.findall(r"<div id='(card-[\w-]+)'>", text)
+    assert len(set(cards)) == 16
+    assert sorted(re.findall(r'<a xlink:href="#(card-[\w-]+)">', text)) == sorted(cards)  # one click from the heat map
 
 
 def test_every_plot_lies_beside_the_page_in_three_formats(report):
     text = report.read_text(encoding="utf-8")
     named = re.findall(r'<code class="source">(.*?)</code>', text)
-    assert len(named) == len(set(named)) == text.count("<svg")
+    assert len(named) == len(set(named)) == text.count("<svg") - text.count('<svg class="card-places"')
     folder = report.parent / "figures"
     assert {path.name for path in folder.iterdir()} == {f"{n}.{end}" for n in named for end in ("png", "svg", "csv")}
     for name in named:

@@ -6,12 +6,14 @@ import json
 import socket
 import struct
 import zlib
+from urllib.request import urlopen
 
 import pytest
 import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
+import ermoe
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.explorer.look import Change, changed, look
@@ -196,6 +198,19 @@ def test_offsets_of_a_model_without_any_are_taken_away_again():
     with changed(network, Change(offsets={"blocks.1.mlp": (9.0, 0, 0, 0)})):
         assert network.blocks[1].mlp.router.balance is not None
     assert network.blocks[1].mlp.router.balance is None
+
+
+def test_a_notebook_shows_the_page_inline():
+    shown = ermoe.explore({"mine": model()}, torch.zeros(2, 3, 8, 8, dtype=torch.uint8), classes=list("abcdefghij"))
+    try:
+        assert f'src="{shown.url}"' in shown._repr_html_()
+        with urlopen(shown.url + "api/setup") as answer:
+            assert json.load(answer)["pictures"] == 2
+    finally:
+        shown.close()
+    for wrong, match in ((torch.zeros(2, 3, 8, 8), "need uint8"), (3, "give a data set")):
+        with pytest.raises(UserError, match=match):
+            ermoe.explore(model(), wrong)
 
 
 def test_a_taken_port_gives_way_and_a_wrong_host_gets_a_sentence():
