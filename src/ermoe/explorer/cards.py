@@ -99,6 +99,7 @@ class Cards:
         num_patches = grid_hw[0] * grid_hw[1]
         self._seen = {name: _Seen(layer.experts.num_experts, num_patches) for name, layer in self.layers.items()}
         self._labels: list[int] = []
+        self._index: list[int] = []
         self._look_sum = torch.zeros(2, len(ATTRIBUTES), dtype=torch.float64)  # of the attributes, and of their squares
         self._generator = torch.Generator().manual_seed(seed)
         self._cosines: dict[str, Tensor | None] = {}
@@ -124,6 +125,7 @@ class Cards:
             self._add_counts(self._seen[name], weight_BPE, attribute_BPA, deal_BP)
             self._add_best(self._seen[name], scores.get(name, weight_BPE), batch.index.tolist(), pixel_B3SS)
         self._labels += batch.label.tolist()
+        self._index += batch.index.tolist()
         return output
 
     def _recorded(self, image_B3SS: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
@@ -173,6 +175,10 @@ class Cards:
                 best.append(BestPatch(index[row], patch, score, surroundings(pixel_B3SS[row], patch, self.grid_hw)))
             best.sort(key=lambda found: -found.score)
             del best[PATCHES:]
+
+    def counts(self, layer: str) -> tuple[list[int], Tensor]:
+        """The numbers of the images seen, and how often their patches chose each expert, (N, E)."""
+        return list(self._index), torch.cat(self._seen[layer].image_count)
 
     def card(self, layer: str, expert: int, words: Sequence[str] = ()) -> Card:
         """What is known of one expert so far; at least one image must have been seen."""

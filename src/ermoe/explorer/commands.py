@@ -70,9 +70,13 @@ class Explore:
     """
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL…")]
-    """Run folders, model folders, or repositories of the Hugging Face hub."""
+    """Run folders, model folders, or repositories of the Hugging Face hub; one index of ermoe retrieve, to search; or
+    one run of ermoe brain train, to look at scans."""
     data: str | None = None
-    """Images for the gallery and the cards (their test split), as for ermoe inspect; two photographs by default."""
+    """Images for the gallery and the cards (their test split), as for ermoe inspect; two photographs by default. For a
+    brain model, scans: a BIDS root, a folder or a NIfTI file."""
+    captions: Path | None = None
+    """Captioned images, as for ermoe retrieve: their captions describe the experts of an index."""
     host: str = "127.0.0.1"
     """Who can reach it: this machine alone, unless another address of it is given."""
     port: int = 8765
@@ -105,16 +109,18 @@ class Explore:
         if self.threads:
             torch.set_num_threads(self.threads)
         words = ["ermoe", "explore", *self.models, *(["--data", self.data] if self.data else [])]
+        words += ["--captions", str(self.captions)] if self.captions else []
         explorer = open_explorer(
             self.models,
             self.data,
+            captions=self.captions,
             device=device_named(self.device),
             card_images=self.card_images,
             command=shlex.join(words),
         )
         served = Served(explorer, host=self.host, port=self.port)
         address = served.url + (f"#{self.view.lstrip('#')}" if self.view else "")
-        say(console, f"{explorer.pictures.images.summary}\n\n  {address}\n\nCtrl-C ends it.")
+        say(console, f"{explorer.summary}\n\n  {address}\n\nCtrl-C ends it.")
         if self.browser:
             webbrowser.open(address)
         served.run()

@@ -1,43 +1,12 @@
 // The explorer: one state, which the address holds; panels that ask the server and draw what it says.
+import { $, alertOf, ask, element, floats, percent, post, save, say, swatch, themed } from "./ask.js";
 import { coloured, FELL_BACK, HELD, paint, paintAttention, poster, rampStyle } from "./draw.js";
 import { read, table, write } from "./link.js";
 
-const $ = (id) => document.getElementById(id);
 const state = { picture: null, layer: 0, colour: "expert", strength: 0.65, numbers: false, expert: null, token: null, models: [] };
 let setup, panels = [], shown = 0, cardTimer = 0;
 
-// Asking
-
-const ask = async (path, options = {}) => {
-  let answer;
-  try {
-    answer = await fetch(`api/${path}`, options);
-  } catch {
-    throw new Error("The explorer does not answer: is it still running in its terminal?");
-  }
-  const isJson = (answer.headers.get("content-type") ?? "").includes("json");
-  const told = isJson ? await answer.json() : { error: (await answer.text()).trim() };
-  if (!answer.ok) throw new Error(told.error || `It answered ${answer.status}.`);
-  return told;
-};
-const post = (path, body) => ask(path, { method: "POST", body: JSON.stringify(body) });
-const alertOf = (problem) => { $("alert").textContent = problem ? problem.message ?? problem : ""; };
-const say = (text) => { $("status").textContent = text; };
-const element = (name, attributes = {}, ...children) => {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
-  }
-  made.append(...children);
-  return made;
-};
-const swatch = (colour) => element("i", { style: `background:${colour}`, "aria-hidden": "true" });
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
-
 // What the server says, token by token
-
-const floats = (text) => new Float32Array(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 
 const tokensOf = (layer, experts, numPatches) => {
   const weights = floats(layer.weights), scores = layer.scores ? floats(layer.scores) : null;
@@ -440,6 +409,7 @@ const toLayer = (place) => {
   $("layer-name").textContent = name;
   $("layer").setAttribute("aria-valuetext", name);
   panels.forEach((panel) => { panel.drawControls(); panel.draw(); });
+  drawFound();
   remember();
   if (!$("card").hidden) showCard(state.expert);
 };
@@ -504,13 +474,34 @@ const bring = async (file) => {
   } catch (problem) { alertOf(problem); }
 };
 
+// Words
+
+let found = [];
+const find = async () => {
+  try {
+    say("Searching …");
+    found = await ask(`find?q=${encodeURIComponent($("query").value)}`);
+    say(`${found.length} pictures found, best first; the bars are the experts of their patches.`);
+    drawFound();
+    if (found.length) { state.token = null; open(found[0].name); }
+    alertOf("");
+  } catch (problem) { say(""); alertOf(problem); }
+};
+
+const drawFound = () => {
+  const panel = panels[0];
+  $("found").replaceChildren(...found.map(({ name, label, cosine, experts }) => {
+    const shares = experts[panel.layer].map((share, e) => element("span", { style: `width:${100 * share}%;background:${panel.model.colours[e]}` }));
+    const most = experts[panel.layer].indexOf(Math.max(...experts[panel.layer]));
+    return element("li", {}, element("button", { type: "button", onclick: () => { state.token = null; open(name); } },
+      element("img", { src: `api/thumbnail/${name}`, alt: "" }),
+      element("span", {}, element("b", {}, cosine.toFixed(3)), ` mostly expert ${most}`, element("span", { class: "label", title: label }, label),
+        element("span", { class: "shares", "aria-hidden": "true" }, ...shares))));
+  }));
+};
+
 // Taking it along
 
-const save = (blob, name) => {
-  const link = element("a", { href: URL.createObjectURL(blob), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-};
 const fileName = (end) => `ermoe-${state.picture}-${panels[0].about.name.replaceAll(" ", "-")}-${state.colour}.${end}`;
 const csv = () => table(panels.filter((panel) => panel.seen), state.picture);
 
@@ -526,6 +517,7 @@ const listen = () => {
     open(state.picture);
   });
   $("file").addEventListener("change", (event) => { bring(event.target.files[0]); event.target.value = ""; });
+  $("search").addEventListener("submit", (event) => { event.preventDefault(); find(); });
   $("more").addEventListener("click", () => morePictures().catch(alertOf));
   for (const name of ["dragover", "dragleave", "drop"]) {
     document.addEventListener(name, (event) => {
@@ -547,23 +539,15 @@ const listen = () => {
     made.toBlob((blob) => save(blob, fileName("png")));
   });
   $("csv").addEventListener("click", () => save(new Blob([csv()], { type: "text/csv" }), fileName("csv")));
-  $("theme").addEventListener("click", () => {
-    const root = document.documentElement;
-    const dark = (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-    root.dataset.theme = dark ? "light" : "dark";
-    try { localStorage.setItem("theme", root.dataset.theme); } catch { /* a frame may not remember */ }
-  });
   window.addEventListener("hashchange", () => apply(location.hash));
   window.addEventListener("resize", () => panels.forEach((panel) => panel.draw()));
 };
 
 const start = async () => {
-  try {
-    const theme = localStorage.getItem("theme");
-    if (theme) document.documentElement.dataset.theme = theme;
-  } catch { /* a frame may not remember */ }
+  themed();
   setup = await ask("setup");
   $("about").textContent = `${setup.models.map((model) => model.name).join(", ")} · ${setup.data}`;
+  $("search").hidden = !setup.search;
   $("other-field").hidden = setup.models.length < 2;
   $("other").replaceChildren(element("option", { value: "" }, "none"), ...setup.models.slice(1).map((model) => element("option", { value: model.name }, model.name)));
   await morePictures();

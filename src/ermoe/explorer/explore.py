@@ -20,6 +20,7 @@ from ermoe.explorer.subject import Subject
 from ermoe.files import StrPath, read_text
 from ermoe.images.predict import class_names
 from ermoe.images.run import transform_for
+from ermoe.models.backbones import known_family
 from ermoe.models.io import load
 from ermoe.train.run_folder import model_folder
 
@@ -30,22 +31,68 @@ def open_explorer(
     places: Sequence[str],
     data: str | None = None,
     *,
+    captions: StrPath | None = None,
     device: torch.device | str = "cpu",
     card_images: int = 300,
     command: str = "",
 ) -> Any:
-    """The explorer of models (run folders, model folders, hub names) and of the test images of a data set."""
+    """The explorer of models (run folders, model folders, hub names, an index) and of the test images of a data set.
+
+    An index brings its model and its images along.
+    """
     if not places:
         raise UserError("no model given: ermoe explore MODEL… --data DATA")
     server = _server()
+    options: dict[str, Any] = {"card_images": card_images, "command": command}
+    if len(places) == 1 and _is_brain_age(places[0]):
+        from ermoe.explorer.brains import open_brains
+
+        return open_brains(places[0], data, device=device, command=command)
+    indices = [place for place in places if (Path(place) / "index.json").is_file()]
+    if indices:
+        subjects, images, options["search"] = _indexed(places, indices, data, captions, device)
+        return server.Explorer(subjects, Pictures(images), **options)
+    if captions is not None:
+        raise UserError("--captions describe the experts of an index: ermoe explore INDEX --captions FILE")
     images = sample_pictures() if data is None else open_images(data, "test")
     images.classes = in_words(images.classes, data)
     subjects = []
     for name, place in zip(model_names(places), places, strict=True):
-        model = load(model_folder(place), device=device)
+        model: Any = load(model_folder(place), device=device)
+        if known_family(model) == "clip":
+            subjects.append(_tower(name, model, images))
+            continue
         classes = _classes(model, images if data is not None else None, place)
         subjects.append(Subject(name, model, transform_for(model), classes, images.classes))
-    return server.Explorer(subjects, Pictures(images), card_images=card_images, command=command)
+    return server.Explorer(subjects, Pictures(images), **options)
+
+
+def _is_brain_age(place: str) -> bool:
+    return any((Path(place) / folder / "brain_age.json").is_file() for folder in ("", "model"))
+
+
+def _indexed(
+    places: Sequence[str], indices: Sequence[str], data: str | None, captions: StrPath | None, device: Any
+) -> tuple[list[Subject], Images, Any]:
+    """The image tower of an index, its images, and the search among them."""
+    from ermoe.explorer.search import Search
+    from ermoe.retrieval.captions.catalogue import open_captions
+    from ermoe.retrieval.index import image_files, open_index
+
+    if len(places) > 1 or data is not None:
+        raise UserError(f"{indices[0]} is an index, which brings its model and images along: explore it alone")
+    index = open_index(indices[0], device=device)
+    images = image_files(index.root, index.files)
+    subject = _tower(model_names(indices)[0], index.model, images)
+    texts = [] if captions is None else open_captions(captions, split="all").texts
+    return [subject], images, Search(index, subject, texts)
+
+
+def _tower(name: str, clip: Any, images: Images) -> Subject:
+    """The tower that sees, of a model of images and words."""
+    from ermoe.retrieval.encode import image_transform
+
+    return Subject(name, clip.visual, image_transform(clip), [], images.classes)
 
 
 def _server() -> Any:

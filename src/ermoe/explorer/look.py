@@ -62,8 +62,15 @@ class Look:
 
 
 @torch.no_grad()
-def look(model: nn.Module, image_1CHW: Tensor, change: Change | None = None, *, attention: bool = False) -> Look:
-    """One pass of one image, in evaluation mode; the model is left as it was.
+def look(
+    model: nn.Module,
+    image_1CHW: Tensor,
+    change: Change | None = None,
+    *,
+    mask: Tensor | None = None,
+    attention: bool = False,
+) -> Look:
+    """One pass of one image, or of a volume with its mask, in evaluation mode; the model is left as it was.
 
     >>> import timm, ermoe
     >>> dense = timm.create_model("test_vit", num_classes=5)
@@ -87,7 +94,7 @@ def look(model: nn.Module, image_1CHW: Tensor, change: Change | None = None, *, 
             undone.callback(layer.observers.remove, observers[name])
         if attention:
             undone.enter_context(attended.watching(model))
-        output: Any = model.eval()(image_1CHW)
+        output: Any = model.eval()(image_1CHW) if mask is None else model.eval()(image_1CHW, mask)
     return Look((output[0] if isinstance(output, tuple) else output)[0].float().cpu(), seen)
 
 

@@ -27,35 +27,51 @@ from starlette.routing import Route
 from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.explorer.card_page import card_markup
+from ermoe.explorer.cards import Card
 from ermoe.explorer.guard import Guard, TooLargeError, too_large
 from ermoe.explorer.look import Change
 from ermoe.explorer.pictures import LARGEST_UPLOAD, Pictures
+from ermoe.explorer.search import Search
 from ermoe.explorer.subject import Subject
 
-_STATIC = {f"{name}.js": "text/javascript" for name in ("explore", "draw", "link")}
+_STATIC = {f"{name}.js": "text/javascript" for name in ("explore", "draw", "link", "ask", "brain")}
 _STATIC |= {f"{name}.css": "text/css" for name in ("explore", "card")}
 _LARGEST_QUESTION = 2**16
 _MOST_WAITING = 64
 _GALLERY = 24
+_LONGEST_QUERY = 500
 _THUMBNAIL = 128
 _PAUSE = 1.5  # seconds without a question after which cards are worked on
 _Found = TypeVar("_Found")
 
 
-class Explorer:
-    """Models and pictures to explore, and the one thread that computes."""
+class Desk:
+    """A page, what it may ask for, and the one thread that computes the answers."""
 
-    def __init__(
-        self, subjects: Sequence[Subject], pictures: Pictures, *, card_images: int = 300, command: str = ""
-    ) -> None:
-        self.subjects = {subject.name: subject for subject in subjects}
-        self.pictures, self.command = pictures, command
-        self.card_images = min(card_images, len(pictures.images))
+    page = "explore.html"
+
+    def __init__(self) -> None:
         self._compute = threading.Lock()
         self._waiting = 0
         self._asked = time.monotonic()
         self._closed = threading.Event()
         self._limiter: anyio.CapacityLimiter | None = None
+
+    @property
+    def summary(self) -> str:
+        """What there is to see."""
+        raise NotImplementedError
+
+    def routes(self) -> list[Route]:
+        """What the page may ask for."""
+        raise NotImplementedError
+
+    def study(self) -> None:
+        """What is found out while nobody asks."""
+
+    def close(self) -> None:
+        """Ends the studying."""
+        self._closed.set()
 
     async def compute(self, work: Callable[[], _Found]) -> _Found:
         """What ``work`` returns, one after the other; turned away if too many wait."""
@@ -73,6 +89,44 @@ class Explorer:
         with self._compute:
             return work()
 
+    def application(self, token: str, *, hosts: Sequence[str] = (), framed: bool = False) -> Guard:
+        """Everything behind its guard, for an ASGI server."""
+        handlers: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+            UserError: _mistaken,
+            HTTPException: _refused,
+            TooLargeError: _too_large,
+            Exception: _failed,
+        }
+        routes = [Route("/", self._page), Route("/{file}", _static), *self.routes()]
+        return Guard(
+            Starlette(routes=routes, exception_handlers=handlers), token, hosts=hosts, framed=framed, limit=_limit
+        )
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse(_file(self.page))
+
+
+class Explorer(Desk):
+    """Models and pictures to explore."""
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        pictures: Pictures,
+        *,
+        card_images: int = 300,
+        command: str = "",
+        search: Search | None = None,
+    ) -> None:
+        super().__init__()
+        self.subjects = {subject.name: subject for subject in subjects}
+        self.pictures, self.command, self.search = pictures, command, search
+        self.card_images = min(card_images, len(pictures.images))
+
+    @property
+    def summary(self) -> str:
+        return self.pictures.images.summary
+
     def study(self) -> None:
         """Fills the cards, a picture at a time, while nobody asks for anything; returns when all is known."""
         order = [int(name) for name, _ in self.pictures.some(0, self.card_images)]
@@ -84,10 +138,6 @@ class Explorer:
                     return
                 with self._compute:
                     subject.study([self.pictures.get(str(number))])
-
-    def close(self) -> None:
-        """Ends the studying."""
-        self._closed.set()
 
     def subject(self, name: object) -> Subject:
         """The model of a name."""
@@ -106,13 +156,14 @@ class Explorer:
                 "data": self.pictures.images.summary,
                 "pictures": len(self.pictures.images),
                 "largest_upload": LARGEST_UPLOAD,
+                "search": None if self.search is None else self.search.subject.name,
                 "models": [subject.describe() for subject in self.subjects.values()],
             }
         )
 
     async def gallery(self, request: Request) -> Response:
         """Some pictures of the data set."""
-        start = _whole(request.query_params.get("start", "0"), "start")
+        start = whole_number(request.query_params.get("start", "0"), "start")
         found = self.pictures.some(start, _GALLERY)
         return JSONResponse([{"name": name, "label": label} for name, label in found])
 
@@ -143,7 +194,7 @@ class Explorer:
 
     async def look(self, request: Request) -> Response:
         """What a model does with a picture."""
-        asked = await _object(request)
+        asked = await object_of(request)
         subject, change = self.subject(asked.get("model")), change_of(asked)
 
         def run() -> dict[str, Any]:
@@ -153,8 +204,12 @@ class Explorer:
 
     async def attention(self, request: Request) -> Response:
         """Where one token looked, before every layer."""
-        asked = await _object(request)
-        subject, change, token = self.subject(asked.get("model")), change_of(asked), _whole(asked.get("token"), "token")
+        asked = await object_of(request)
+        subject, change, token = (
+            self.subject(asked.get("model")),
+            change_of(asked),
+            whole_number(asked.get("token"), "token"),
+        )
 
         def run() -> list[list[float] | None]:
             seen = subject.look(self.pictures.get(str(asked.get("picture"))), change, attention=True)
@@ -167,20 +222,32 @@ class Explorer:
     async def card(self, request: Request) -> Response:
         """An expert's card, as markup."""
         subject = self.subject(request.query_params.get("model"))
-        number, expert = (_whole(request.query_params.get(name, ""), name) for name in ("layer", "expert"))
+        number, expert = (whole_number(request.query_params.get(name, ""), name) for name in ("layer", "expert"))
         layers = subject.describe()["layers"]
         if number >= len(layers) or expert >= layers[number]["experts"]:
             raise UserError("there is no such expert")
         if not subject.cards.num_images:
             return JSONResponse({"images": 0, "of": self.card_images, "card": ""})
         title = f"{layers[number]['name']}, expert {expert}"
-        card = await self.compute(partial(subject.cards.card, layers[number]["id"], expert))
+
+        def make() -> Card:
+            layer = layers[number]["id"]
+            knows = self.search is not None and self.search.subject is subject
+            words = self.search.words(subject.cards, layer, expert) if knows and self.search is not None else ()
+            return subject.cards.card(layer, expert, words)
+
+        card = await self.compute(make)
         return JSONResponse({"images": card.num_images, "of": self.card_images, "card": card_markup(card, title)})
 
-    def application(self, token: str, *, hosts: Sequence[str] = (), framed: bool = False) -> Guard:
-        """Everything behind its guard, for an ASGI server."""
-        routes = [Route("/", _page), Route("/{file}", _static)]
-        routes += [
+    async def find(self, request: Request) -> Response:
+        """Pictures of the index that are nearest to words."""
+        if self.search is None:
+            raise UserError("there is no index to search: ermoe explore INDEX")
+        query = request.query_params.get("q", "")[:_LONGEST_QUERY]
+        return JSONResponse(await self.compute(partial(self.search.find, query, self.pictures)))
+
+    def routes(self) -> list[Route]:
+        return [
             Route("/api/setup", self.setup),
             Route("/api/gallery", self.gallery),
             Route("/api/upload", self.upload, methods=["POST"]),
@@ -189,15 +256,8 @@ class Explorer:
             Route("/api/look", self.look, methods=["POST"]),
             Route("/api/attention", self.attention, methods=["POST"]),
             Route("/api/card", self.card),
+            Route("/api/find", self.find),
         ]
-        handlers: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-            UserError: _mistaken,
-            HTTPException: _refused,
-            TooLargeError: _too_large,
-            Exception: _failed,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        return Guard(app, token, hosts=hosts, framed=framed, limit=_limit)
 
 
 def change_of(asked: Mapping[str, Any]) -> Change:
@@ -211,7 +271,7 @@ def change_of(asked: Mapping[str, Any]) -> Change:
         raise UserError("offsets: need numbers for each layer")
     return Change(
         None if threshold is None else _number(threshold, "T"),
-        None if top_k is None else _whole(top_k, "k"),
+        None if top_k is None else whole_number(top_k, "k"),
         {str(name): tuple(_number(value, "offsets") for value in own) for name, own in offsets.items()},
     )
 
@@ -222,14 +282,16 @@ def _number(value: object, name: str) -> float:
     return float(value)
 
 
-def _whole(value: object, name: str) -> int:
+def whole_number(value: object, name: str) -> int:
+    """A number from 0 on, however it was written."""
     text = str(value)
     if isinstance(value, bool) or not text.isascii() or not text.isdigit() or len(text) > 9:
         raise UserError(f"{name}: need a whole number")
     return int(text)
 
 
-async def _object(request: Request) -> dict[str, Any]:
+async def object_of(request: Request) -> dict[str, Any]:
+    """What a page asks with."""
     try:
         asked = await request.json()
     except (ValueError, RecursionError):
@@ -252,10 +314,6 @@ def _encoded(picture: Image.Image, kind: str) -> bytes:
 def _lasting() -> dict[str, str]:
     """A picture of a name stays what it is as long as the address is good."""
     return {"cache-control": "private, max-age=3600"}
-
-
-async def _page(request: Request) -> Response:
-    return HTMLResponse(_file("explore.html"))
 
 
 async def _static(request: Request) -> Response:
