@@ -1,7 +1,16 @@
 """The explorer in a real browser: what it shows is what the model does, for everybody, at every width."""
 
 import csv
+import http.client
 import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -195,3 +204,65 @@ def test_the_keyboard_alone_reaches_everything(browser):
     first = browser.evaluate("document.querySelector('.where').textContent")
     browser.press("ArrowDown")
     assert browser.evaluate("document.querySelector('.where').textContent") != first
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The command itself, in a process and a folder of its own, and its address."""
+    ermoe.save(model(), tmp_path / "sparse")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    arguments = ["explore", "../sparse", "--data", "digits", "--port", "0", "--no-browser", "--card-images", "3"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ermoe", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = iter(process.stdout.readline, "")
+    address = next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
+    yield process, urlsplit(address), folder
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert list(folder.iterdir()) == []
+
+
+def test_a_crowd_large_files_and_a_killed_browser(command):
+    process, address, _ = command
+    body = b'{"model": "sparse", "picture": "3", "T": 0.25}'
+    large = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), np.uint8)).save(large, "PNG")
+
+    def ask(number):
+        """One of 200 at once: questions, pictures of 7 MB, and bodies of 100 MB."""
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+        try:
+            if number % 20 == 0:
+                connection.putrequest("POST", address.path + "api/upload")
+                connection.putheader("content-length", str(100 * 2**20))
+                connection.endheaders()
+            elif number % 5 == 0:
+                connection.request("POST", address.path + "api/upload", large.getvalue())
+            else:
+                connection.request("POST", address.path + "api/look", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(200) as crowd:
+        answers = list(crowd.map(ask, range(200)))
+    assert {status for status, _ in answers} <= {200, 413, 503}
+    assert [status for status, _ in answers].count(413) == 10
+    assert [status for status, _ in answers].count(200) >= 60
+    assert not any(b"Traceback" in text for _, text in answers)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    assert int(peak[1]) < 2 * 2**20
+    browser = Browser()
+    browser.open(address.geturl())
+    os.kill(browser._process.pid, signal.SIGKILL)
+    browser.__exit__()
+    assert ask(1)[0] == 200

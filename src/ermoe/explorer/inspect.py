@@ -85,7 +85,8 @@ def model_names(places: Sequence[str]) -> list[str]:
     """
     ends = [Path(place).name for place in places]
     ends = [Path(p).parent.name if end in ("model", "best") else end for p, end in zip(places, ends, strict=True)]
-    return [end if end and ends.count(end) == 1 else place for place, end in zip(places, ends, strict=True)]
+    is_own = [end not in ("", "..") and ends.count(end) == 1 for end in ends]
+    return [end if own else place for place, end, own in zip(places, ends, is_own, strict=True)]
 
 
 def look_into(

@@ -172,6 +172,7 @@ def test_tails_and_class_weights_of_a_recording_equal_loops():
 def test_names_are_the_folders_unless_they_clash():
     assert model_names(["runs/a/", "runs/b/model"]) == ["a", "b"]
     assert model_names(["x/a", "y/a"]) == ["x/a", "y/a"]
+    assert model_names(["../model"]) == ["../model"]
 
 
 def test_pooled_shares_are_sorted_and_sum_to_one():
