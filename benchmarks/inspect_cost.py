@@ -21,8 +21,8 @@ from rich.console import Console
 
 import ermoe
 from ermoe.data.images import ImagesInMemory
-from ermoe.explore.inspect import Settings, look_into
-from ermoe.explore.inspection import inspection_page
+from ermoe.explorer.inspect import Settings, look_into
+from ermoe.explorer.inspection import inspection_page
 from ermoe.images.run import evaluate, transform_for
 from ermoe.studies.bench.measure import compare, take_turns
 from ermoe.studies.bench.result import Bar, Result, save, show

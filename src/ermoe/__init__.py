@@ -15,6 +15,7 @@ from ermoe._version import __version__ as __version__
 if TYPE_CHECKING:
     from ermoe.analysis.recorder import record_routing
     from ermoe.data.images import open_images
+    from ermoe.explorer.explore import explore
     from ermoe.models.calibrate import calibrate
     from ermoe.models.count import count
     from ermoe.models.export import export
@@ -40,6 +41,7 @@ tell_auto_classes()
 _HOMES = {
     "ermoe.analysis.recorder": ("record_routing",),
     "ermoe.data.images": ("open_images",),
+    "ermoe.explorer.explore": ("explore",),
     "ermoe.models.calibrate": ("calibrate",),
     "ermoe.models.count": ("count",),
     "ermoe.models.export": ("export",),
@@ -63,7 +65,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill",
-    "distribute", "export", "freeze", "load", "load_weights", "lora_targets", "merge", "no_weight_decay",
+    "distribute", "explore", "export", "freeze", "load", "load_weights", "lora_targets", "merge", "no_weight_decay",
     "open_captions", "open_images", "orthogonality_loss", "preset", "push", "record_routing", "retract", "save",
     "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
 ]  # fmt: skip

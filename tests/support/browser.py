@@ -65,15 +65,30 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
 
-    def open(self, path):
+    def open(self, place):
+        """A file, or an address."""
         self._events.discard("Page.loadEventFired")
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         self._read_until(lambda: "Page.loadEventFired" in self._events)
 
     def evaluate(self, expression):
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def wait_until(self, expression, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.evaluate(expression):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{expression} never came true; errors: {self.errors}")
+            time.sleep(0.05)
+
+    def press(self, key, text=""):
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text if kind == "keyDown" else "")
+
+    def prefer(self, scheme):
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, path):
         path.write_bytes(

@@ -4,7 +4,7 @@ import timm
 import torch
 
 import ermoe
-from ermoe.explore.inspect import Settings, inspect
+from ermoe.explorer.inspect import Settings, inspect
 
 SIZE = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
 

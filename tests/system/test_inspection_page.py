@@ -5,7 +5,7 @@ import pytest
 
 from ermoe.analysis import plots
 from ermoe.data.images import open_images
-from ermoe.explore.patches import patch_experts, patch_grid
+from ermoe.explorer.patches import patch_experts, patch_grid
 from ermoe.images.run import transform_for
 from support.browser import CHROMIUM, Browser
 from support.inspected import model, write_report
@@ -16,7 +16,7 @@ def test_the_page_works_in_a_browser(tmp_path):
     report = write_report(tmp_path)
     with Browser() as browser:
         browser.open(report)
-        assert browser.evaluate("document.querySelectorAll('section').length") == 10
+        assert browser.evaluate("document.querySelectorAll('section').length") == 11
         assert browser.evaluate("document.getElementById('layer-name').textContent") == "block 3"
         paint = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
         deepest = browser.evaluate(paint)
@@ -26,6 +26,8 @@ def test_the_page_works_in_a_browser(tmp_path):
         pixel = "[...document.querySelector('canvas').getContext('2d').getImageData(0, 0, 4, 4).data]"
         shown = np.array(browser.evaluate(pixel)).reshape(4, 4, 4)[..., :3]
         assert (shown == expected_colours()).all()
+        browser.evaluate("location.hash = 'card-0-block-1-2'")
+        browser.wait_until("document.getElementById('card-0-block-1-2').closest('details').open")
         browser.resize(390, 844)
         assert browser.evaluate("document.documentElement.scrollWidth") <= 390
         assert browser.pdf().startswith(b"%PDF")

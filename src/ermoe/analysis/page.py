@@ -169,6 +169,7 @@ def inline_svg(text: str, description: str) -> Markup:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # known to every HTML parser, and no address belongs on the page
     text = re.sub(r' id="[a-z]+\w*_\d+"', "", text)  # "axes_1" and the like, the same in every figure
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
+    text = text.replace(' target="_blank"', "")  # links lead to places on the page
     text = re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{escape(description)}"', text)
     return Markup(re.sub(r"\s*\n\s*", "\n", text).strip())
 

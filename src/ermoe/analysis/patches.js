@@ -31,4 +31,14 @@
 
   slider.addEventListener("input", show);
   show();
+
+  // An address that leads to a card opens it.
+  const reveal = () => {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target?.closest("details")) return;
+    target.closest("details").open = true;
+    target.scrollIntoView({ block: "start" });
+  };
+  window.addEventListener("hashchange", reveal);
+  reveal();
 })();

@@ -6,7 +6,7 @@ Letters: E experts, C classes, B bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,13 +17,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
 _LOOK = matplotlib.rc_params_from_file(str(files("ermoe.analysis") / "figures.mplstyle"), use_default_template=False)
 INK, MUTED, LINE = (str(_LOOK[name]) for name in ("text.color", "axes.labelcolor", "axes.edgecolor"))
 ACCENT = "#0f766e"
-_EXPERTS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"]
+# Okabe and Ito, "Color universal design" (2008): distinct to every kind of colour vision.
+_EXPERTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
@@ -49,7 +51,7 @@ def expert_colours(num_experts: int) -> list[str]:
     """One colour an expert.
 
     >>> expert_colours(2)
-    ['#4e79a7', '#f28e2b']
+    ['#0072b2', '#e69f00']
     """
     if num_experts <= len(_EXPERTS):
         return _EXPERTS[:num_experts]
@@ -101,11 +103,19 @@ def sorted_load(load_E: ArrayLike) -> NDArray[np.float64]:
     return relative
 
 
-def class_map(count_CE: ArrayLike, class_names: Sequence[str]) -> Figure:
-    """For every class, the share of its tokens' choices that went to each expert; rows sum to 1."""
+def class_map(count_CE: ArrayLike, class_names: Sequence[str], link: Callable[[int], str] | None = None) -> Figure:
+    """For every class, the share of its tokens' choices that went to each expert; rows sum to 1.
+
+    Where the page has something on every expert, ``link`` says where: an expert's column leads there.
+    """
     share_CE = class_shares(count_CE)
     with panel(0.7 + min(0.25 * len(share_CE), 7.0)) as (drawing, axes):
         draw_class_map(axes, share_CE, class_names)
+        for expert in range(share_CE.shape[1] if link is not None else 0):
+            assert link is not None
+            column = Rectangle((expert - 0.5, -0.5), 1, len(share_CE), alpha=0, linewidth=0, zorder=3)
+            column.set_url(f"#{link(expert)}")
+            axes.add_patch(column)
     return drawing
 
 

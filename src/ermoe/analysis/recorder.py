@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -154,6 +156,29 @@ class RoutingRecorder:
         from ermoe.analysis.report import routing_report
 
         return routing_report(self, title=title).write(path)
+
+    def show(self, *, height: int = 640) -> Shown:
+        """The report for the last line of a notebook's cell, without a file or a server; printed, it is the table."""
+        from ermoe.analysis.report import routing_report
+
+        return Shown(routing_report(self).html(), self.table(), height)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A page that notebooks show inline, within itself; ``table`` is what there is to read without them."""
+
+    page: str
+    table: str
+    height: int
+
+    def _repr_html_(self) -> str:
+        look = "border: 1px solid #d0d5dd; border-radius: 8px"
+        page = html.escape(self.page)
+        return f'<iframe srcdoc="{page}" width="100%" height="{self.height}" style="{look}" title="Routing"></iframe>'
+
+    def __repr__(self) -> str:
+        return self.table
 
 
 record_routing = RoutingRecorder

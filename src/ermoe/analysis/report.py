@@ -8,8 +8,9 @@ Letters: E experts, C classes, B bins, D model width, r routing rank.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,8 +106,16 @@ def load_plots(tallies: Mapping[str, Tally], summary: Summary) -> list[Plot]:
     return made
 
 
-def class_plots(tallies: Mapping[str, Tally], summary: Summary, classes: Sequence[str]) -> list[Plot]:
-    """The class–expert map of every layer, with its strongest pairs in words."""
+def class_plots(
+    tallies: Mapping[str, Tally],
+    summary: Summary,
+    classes: Sequence[str],
+    link: Callable[[str, int], str] | None = None,
+) -> list[Plot]:
+    """The class–expert map of every layer, with its strongest pairs in words.
+
+    ``link`` names the part of the page that is about an expert of a layer; its column leads there.
+    """
     made = []
     for name, tally in tallies.items():
         count_CE = tally.totals.count_CE[:-1].cpu().numpy()
@@ -122,7 +131,7 @@ def class_plots(tallies: Mapping[str, Tally], summary: Summary, classes: Sequenc
                 f"classes-{name.replace(' ', '-')}",
                 f"{name}.",
                 f"The expert tells {bits} bits about the class. {strongest_pairs(count_CE, classes)}",
-                plots.class_map(count_CE, classes),
+                plots.class_map(count_CE, classes, None if link is None else partial(link, name)),
                 ["class", "expert", "choices", "weight"],
                 rows,
             )

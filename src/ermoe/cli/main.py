@@ -25,7 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": ("images.conversion:Upcycle", "make a dense ViT sparse: exactly, or with experts for groups of tokens"),
     "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),
     "brain": ("brain.commands:run", "brain age from T1 scans: check, train, report, predict; research use only"),
-    "inspect": ("explore.commands:run", "see how the experts of one or more models are used, in one HTML file"),
+    "inspect": ("explorer.commands:run", "see how the experts of one or more models are used, in one HTML file"),
+    "explore": ("explorer.commands:Explore", "play with models in the browser: photographs, experts, thresholds"),
     "retrieve": (
         "retrieval.commands:run",
         "find images by words and captions by images: train, evaluate, index, search",

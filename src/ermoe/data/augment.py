@@ -93,6 +93,11 @@ class Transform:
         batch = Batch(value_BCSS, label_B, index=torch.from_numpy(index_B))
         return self._mix(batch, index_B, epoch) if self.augmentation.mixes and len(index_B) else batch
 
+    def pixels(self, value_BCSS: Tensor) -> Tensor:
+        """The bytes that `device` made these numbers of, where it neither erased nor mixed."""
+        mean, std = (torch.tensor(v, device=value_BCSS.device).view(3, 1, 1) for v in (self.mean, self.std))
+        return (255 * (value_BCSS * std + mean)).round().clamp(0, 255).to(torch.uint8)
+
     def _cut(self, image_BCHW: Tensor, number_BK: NDArray[np.float64]) -> Tensor:
         """Crops, shifts and flips images of one size, by looked-up numbers."""
         if self.augmentation.crop == "resized":

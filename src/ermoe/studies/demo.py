@@ -51,7 +51,7 @@ class Demo:
             raise UserError(f"--epochs {self.epochs}: train for at least one epoch")
 
     def __call__(self, console: Console) -> None:
-        from ermoe.explore.inspect import inspect
+        from ermoe.explorer.inspect import inspect
         from ermoe.studies.demo_table import noise_note, table
         from ermoe.train.compute import device_named
 

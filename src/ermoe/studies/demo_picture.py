@@ -16,7 +16,7 @@ from PIL import Image
 
 from ermoe.analysis import plots
 from ermoe.data.images import Images, open_images
-from ermoe.explore.patches import patch_experts, patch_grid, tinted
+from ermoe.explorer.patches import patch_experts, patch_grid, tinted
 from ermoe.files import StrPath, replacing
 from ermoe.images.run import transform_for
 from ermoe.models.io import load

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 import ermoe
 from ermoe.cli.main import main
 from ermoe.errors import UserError
+from ermoe.explorer.explore import open_explorer
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.retrieval.clip.model import UNKNOWN_PRETRAINING
 from ermoe.retrieval.encode import class_features
@@ -133,6 +135,22 @@ def test_an_index_finds_the_image_itself(place, tmp_path):
     by_words = index.search("a red dog", top=31)
     assert sorted(hit.file for hit in by_words) == index.files
     assert [hit.cosine for hit in by_words] == sorted((hit.cosine for hit in by_words), reverse=True)
+
+
+def test_the_explorer_searches_an_index_and_describes_experts(place, tmp_path):
+    index = build_index(place / "run", place / "flickr" / "images", tmp_path / "index")
+    explorer = open_explorer([str(tmp_path / "index")], captions=place / "flickr", card_images=8)
+    client = TestClient(explorer.application("secret"), base_url="http://testserver/secret")
+    assert client.get("/api/setup").json()["search"] == "index"
+    found = client.get("/api/find", params={"q": "a red dog"}).json()
+    assert [hit["label"] for hit in found] == [hit.file for hit in index.search("a red dog", top=12)]
+    assert all(sum(layer) == pytest.approx(1) for hit in found for layer in hit["experts"])
+    assert client.get("/api/find", params={"q": " "}).status_code == 400
+    explorer._asked = -1e9
+    explorer.study()
+    assert "Captions nearest" in client.get("/api/card?model=index&layer=0&expert=0").json()["card"]
+    with pytest.raises(UserError, match="explore it alone"):
+        open_explorer([str(tmp_path / "index")], "digits")
 
 
 def test_an_index_knows_its_model(place, tmp_path):

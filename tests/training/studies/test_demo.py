@@ -107,14 +107,14 @@ def test_what_was_computed_is_not_computed_again(printed, small, folder):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("loop.train", "loop.fit", "slim", "take_turns"):
             patch.setattr(f"ermoe.studies.demo_runs.{name}", refuse)
-        patch.setattr("ermoe.explore.inspect.inspect", lambda *args, **options: "none")
+        patch.setattr("ermoe.explorer.inspect.inspect", lambda *args, **options: "none")
         assert table_of(told("--out", folder)) == table_of(printed)
 
 
 def test_from_scratch_is_one_option_away(small, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ermoe.studies.demo.CONTEST", {name: CONTEST[name] for name in ("dense", "ERMoE")})
-        patch.setattr("ermoe.explore.inspect.inspect", lambda places, data, out, **options: f"{out} of {len(places)}")
+        patch.setattr("ermoe.explorer.inspect.inspect", lambda places, data, out, **options: f"{out} of {len(places)}")
         text = told("--from-scratch", "--out", folder)
     assert list(table_of(text)) == ["model", "dense", "ERMoE"]
     assert f"report: {folder / 'from-scratch'} of 1" in text

@@ -1,5 +1,6 @@
 """The report is one file, whole, escaped, and says what the recording says."""
 
+import html
 import math
 import re
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import ermoe
 from ermoe.analysis import plots
 from ermoe.analysis.page import Page, figure, grid, legend, svg, svg_text, table, tiles
 from ermoe.analysis.report import strongest_pairs
-from ermoe.explore.patches import patch_experts, tinted
+from ermoe.explorer.patches import patch_experts, tinted
 from ermoe.nn import EigenMoE
 from ermoe.nn.registry import build_layer
 
@@ -102,6 +103,13 @@ def test_the_table_shows_the_summary(routing, tmp_path):
     assert list(row.groups()) == expected
     assert math.isnan(routing.summary()["1"]["fallback_rate"])
     assert re.search(r'<th scope="row">fallback</th><td>\d+\.\d%</td><td>–</td>', text)
+
+
+def test_a_notebook_shows_the_report_within_itself(routing, tmp_path):
+    shown = routing.show()
+    page = re.search('srcdoc="(.*?)"', shown._repr_html_(), re.DOTALL)[1]
+    assert html.unescape(page) == routing.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert repr(shown) == routing.table()
 
 
 def test_everything_that_is_text_is_escaped():

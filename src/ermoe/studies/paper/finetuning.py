@@ -19,7 +19,7 @@ from ermoe.analysis import plots
 from ermoe.analysis.choices import class_bits, record_choices
 from ermoe.analysis.plots import Curve, Scale, curves
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
-from ermoe.explore.inspection import pooled_share
+from ermoe.explorer.inspection import pooled_share
 from ermoe.files import read_json, to_json, write_json
 from ermoe.images.run import LabelledImages, as_model, transform_for
 from ermoe.models.count import count

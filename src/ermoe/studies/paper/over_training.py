@@ -20,7 +20,7 @@ from ermoe.analysis import plots
 from ermoe.analysis.choices import Choices, class_bits, record_choices
 from ermoe.analysis.plots import ACCENT, Curve, Scale, curves
 from ermoe.analysis.recorder import record_routing
-from ermoe.explore.inspection import short
+from ermoe.explorer.inspection import short
 from ermoe.images.run import LabelledImages, as_model, transform_for
 from ermoe.studies.figures import Runs, mean
 from ermoe.studies.paper import images

@@ -6,7 +6,7 @@ from typing import Any
 
 from ermoe.analysis.plots import ACCENT, Curve, Scale, curves
 from ermoe.analysis.recorder import record_routing
-from ermoe.explore.inspect import experts_a_token
+from ermoe.explorer.inspect import experts_a_token
 from ermoe.studies.figures import Runs, mean
 from ermoe.studies.paired import paired_verdict
 from ermoe.studies.paper import images

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ermoe.analysis.plots import ACCENT, Curve, Scale, curves
-from ermoe.explore.inspect import experts_a_token
+from ermoe.explorer.inspect import experts_a_token
 from ermoe.images.run import LabelledImages
 from ermoe.nn import TopKRouter, moe_layers
 from ermoe.studies.bench.measure import compare, take_turns

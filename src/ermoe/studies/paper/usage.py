@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis import plots
 from ermoe.analysis.plots import Curve, Scale, curves
-from ermoe.explore.inspection import pooled_share, short
+from ermoe.explorer.inspection import pooled_share, short
 from ermoe.studies.figures import Runs, cell, verdict
 from ermoe.studies.paper import images
 from ermoe.studies.paper.images import LABELS, OFFSETS, PAPER_RULE, Variant

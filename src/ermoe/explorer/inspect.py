@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.data.augment import Batch
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
-from ermoe.explore.commands import Settings
-from ermoe.explore.inspection import AtK, Inspection, inspection_page, short
-from ermoe.explore.patches import Patched, patch_experts, patch_grid
+from ermoe.explorer.cards import Cards
+from ermoe.explorer.commands import Settings
+from ermoe.explorer.inspection import AtK, Inspection, inspection_page, short
+from ermoe.explorer.patches import Patched, patch_experts, patch_grid
 from ermoe.files import StrPath
 from ermoe.images.run import transform_for
 from ermoe.models.io import load
@@ -83,7 +85,8 @@ def model_names(places: Sequence[str]) -> list[str]:
     """
     ends = [Path(place).name for place in places]
     ends = [Path(p).parent.name if end in ("model", "best") else end for p, end in zip(places, ends, strict=True)]
-    return [end if end and ends.count(end) == 1 else place for place, end in zip(places, ends, strict=True)]
+    is_own = [end not in ("", "..") and ends.count(end) == 1 for end in ends]
+    return [end if own else place for place, end, own in zip(places, ends, is_own, strict=True)]
 
 
 def look_into(
@@ -100,20 +103,28 @@ def look_into(
     if not knows:
         _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.summary)
     compute = Compute(Processes(device=next(model.parameters()).device), workers=settings.workers)
-    loader = Loader(transform_for(model).of(images), batch_size=settings.batch_size, compute=compute)
+    transform = transform_for(model)
+    loader = Loader(transform.of(images), batch_size=settings.batch_size, compute=compute)
+    side = transform.size
+    cards = Cards(model, patch_grid(model, torch.empty(1, 3, side, side)), images.classes)
     with record_routing(model, classes=images.classes) as recorder:
-        logit_NC = _pass(model, loader, recorder, name, console)
+        logit_NC = _pass(model, loader, recorder, cards, name, console)
     guess_N = logit_NC.argmax(1) if knows else None
     patched = _patched(model, images, settings, guess_N)
     if guess_N is None:
-        return Inspection(recorder, patched, epochs=epochs)
+        return Inspection(recorder, patched, epochs=epochs, cards=cards)
     accuracy = float((guess_N == images.label_N).double().mean())
-    return Inspection(recorder, patched, accuracy, _by_k(model, images, settings, guess_N), epochs)
+    return Inspection(recorder, patched, accuracy, _by_k(model, images, settings, guess_N), epochs, cards)
 
 
 @torch.inference_mode()
 def _pass(
-    model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder, name: str, console: Console | None
+    model: nn.Module,
+    loader: Loader[Batch],
+    recorder: RoutingRecorder,
+    cards: Cards,
+    name: str,
+    console: Console | None,
 ) -> Tensor:
     """All logits, (N, C), with a progress bar."""
     model.eval()
@@ -121,14 +132,19 @@ def _pass(
     parts = []
     for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
         recorder.labels(batch.label)
-        parts.append(_logits(model, batch.image))
+        pixel_B3SS = transform_for(model).pixels(batch.image)
+        parts.append(cards.add(replace(batch, image=_as_model(model, batch.image)), pixel_B3SS).float().cpu())
     return torch.cat(parts)
 
 
 def _logits(model: nn.Module, image: Tensor) -> Tensor:
-    parameter = next(model.parameters())
-    logit_NC: Tensor = model(image.to(parameter.device, parameter.dtype)).float().cpu()
+    logit_NC: Tensor = model(_as_model(model, image)).float().cpu()
     return logit_NC
+
+
+def _as_model(model: nn.Module, image: Tensor) -> Tensor:
+    parameter = next(model.parameters())
+    return image.to(parameter.device, parameter.dtype)
 
 
 def _spread_out(num_images: int, wanted: int) -> np.ndarray:

@@ -6,19 +6,22 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from ermoe.analysis import plots, report
-from ermoe.analysis.page import Markup, Page, grid, heading, table
+from ermoe.analysis.page import Markup, Page, escape, grid, heading, table
 from ermoe.analysis.plots import ACCENT, Curve, Scale
 from ermoe.analysis.recorder import RoutingRecorder
 from ermoe.analysis.report import CLASSES, LOAD, MEASURED, Plot, measure_table
 from ermoe.analysis.summary import MEASURES, Summary, over_layers
 from ermoe.analysis.tally import Tally
-from ermoe.explore.patches import SCRIPT, Patched, viewer
+from ermoe.explorer.card_page import card_markup, card_style
+from ermoe.explorer.cards import Cards
+from ermoe.explorer.patches import SCRIPT, Patched, viewer
 from ermoe.nn import MixtureLayer
 
 _COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]
@@ -42,7 +45,8 @@ class Inspection:
     """Everything about one model.
 
     ``accuracy`` is None if the classes are not those the model knows; ``by_k`` is empty where the routers have no
-    number of experts a token; ``epochs`` holds a run's evaluations, one a row, empty if it kept none.
+    number of experts a token; ``epochs`` holds a run's evaluations, one a row, empty if it kept none; ``cards`` what is
+    known of every expert.
     """
 
     recorder: RoutingRecorder
@@ -50,6 +54,7 @@ class Inspection:
     accuracy: float | None = None
     by_k: Sequence[AtK] = ()
     epochs: Sequence[dict[str, float]] = ()
+    cards: Cards | None = None
 
     def tallies(self) -> dict[str, Tally]:
         """Totals by layer, by the names that plots use."""
@@ -120,7 +125,13 @@ class _Report:
             "Colours mean nothing across models or layers.",
             viewer({name: found.patched for name, found in self.models.items()}),
         )
-        yield *CLASSES, self.side_by_side(_class_plots, pairs=True)
+        yield *CLASSES, self.side_by_side(self.class_plots, pairs=True)
+        yield (
+            "Experts",
+            "A card for each expert: what fits it best, how its patches differ, its classes and places, beside what "
+            "shuffling gives. A click on a column of a map above opens the card of that expert.",
+            self.cards(),
+        )
         yield (
             "Scores",
             "How well tokens fit the experts: all scores, and each token's best.",
@@ -213,6 +224,30 @@ class _Report:
         title, header = f"{label[0].upper()}{label[1:]} over epochs.", ["model", "epoch", measure]
         return [Plot.of_curves(f"epochs-{measure}", title, caption, lines, scale, header, colours)]
 
+    def class_plots(self, found: Inspection) -> list[Plot]:
+        """Class–expert maps whose columns lead to the experts' cards."""
+        classes = found.recorder.class_names
+        number = list(self.models.values()).index(found)
+        link = partial(_anchor, number) if found.cards is not None else None
+        return report.class_plots(found.tallies(), found.summary(), classes, link) if classes else []
+
+    def cards(self) -> list[Markup]:
+        """Closed cards, a row of them for each layer."""
+        blocks = []
+        for number, (name, found) in enumerate(self.models.items()):
+            if found.cards is None:
+                continue
+            blocks += [heading(name)] if len(self.models) > 1 else []
+            for card in found.cards.all_cards():
+                layer = short(card.layer)
+                summary = f"{layer}, expert {card.expert}"
+                body = card_markup(card, summary)
+                anchor = _anchor(number, layer, card.expert)
+                blocks.append(
+                    Markup(f"<details><summary>{escape(summary)}</summary><div id='{anchor}'>{body}</div></details>")
+                )
+        return [card_style(), *blocks] if blocks else []
+
     def measures(self) -> list[Markup]:
         """Every measure of every layer."""
         blocks = []
@@ -222,9 +257,13 @@ class _Report:
         return blocks
 
 
-def _class_plots(found: Inspection) -> list[Plot]:
-    classes = found.recorder.class_names
-    return report.class_plots(found.tallies(), found.summary(), classes) if classes else []
+def _anchor(model: int, layer: str, expert: int) -> str:
+    """Where a card is on the page.
+
+    >>> _anchor(0, "block 3", 7)
+    'card-0-block-3-7'
+    """
+    return f"card-{model}-{re.sub(r'[^a-z0-9]+', '-', layer.lower())}-{expert}"
 
 
 def _accuracy_plots(found: Inspection, num_images: int) -> list[Plot]:

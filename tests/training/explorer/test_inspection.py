@@ -14,9 +14,9 @@ from ermoe.analysis.plots import Curve, Scale, curves
 from ermoe.analysis.report import THRESHOLDS
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
-from ermoe.explore import inspection
-from ermoe.explore.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
-from ermoe.explore.patches import Patched, viewer
+from ermoe.explorer import inspection
+from ermoe.explorer.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
+from ermoe.explorer.patches import Patched, viewer
 from support import slow_measures as slow
 from support.inspected import SIZE, model, write_report
 
@@ -33,6 +33,7 @@ def test_report_has_every_section(report):
         "Load",
         "Where the patches go",
         "Classes and experts",
+        "Experts",
         "Scores",
         "Threshold",
         "Experts a token",
@@ -43,12 +44,15 @@ def test_report_has_every_section(report):
     without_pictures = re.sub(r"base64,[\w+/=\n]+", "", text)
     assert not re.search(r"https?:|//[a-z]|<link|@import|url\((?!#)", without_pictures)
     assert len(text) < 2_000_000
+    cards = re.findall(r"<div id='(card-[\w-]+)'>", text)
+    assert len(set(cards)) == 16
+    assert sorted(re.findall(r'<a xlink:href="#(card-[\w-]+)">', text)) == sorted(cards)  # one click from the heat map
 
 
 def test_every_plot_lies_beside_the_page_in_three_formats(report):
     text = report.read_text(encoding="utf-8")
     named = re.findall(r'<code class="source">(.*?)</code>', text)
-    assert len(named) == len(set(named)) == text.count("<svg")
+    assert len(named) == len(set(named)) == text.count("<svg") - text.count('<svg class="card-places"')
     folder = report.parent / "figures"
     assert {path.name for path in folder.iterdir()} == {f"{n}.{end}" for n in named for end in ("png", "svg", "csv")}
     for name in named:
@@ -168,6 +172,7 @@ def test_tails_and_class_weights_of_a_recording_equal_loops():
 def test_names_are_the_folders_unless_they_clash():
     assert model_names(["runs/a/", "runs/b/model"]) == ["a", "b"]
     assert model_names(["x/a", "y/a"]) == ["x/a", "y/a"]
+    assert model_names(["../model"]) == ["../model"]
 
 
 def test_pooled_shares_are_sorted_and_sum_to_one():

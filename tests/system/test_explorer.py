@@ -1,0 +1,268 @@
+"""The explorer in a real browser: what it shows is what the model does, for everybody, at every width."""
+
+import csv
+import http.client
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ermoe
+from ermoe.analysis.plots import expert_colours
+from ermoe.data.images import open_images
+from ermoe.explorer.pictures import Pictures
+from ermoe.explorer.serve import Served
+from ermoe.explorer.server import Explorer
+from ermoe.explorer.subject import Subject
+from ermoe.images.run import transform_for
+from ermoe.nn import moe_layers
+from support.axe import axe_script, violations
+from support.browser import CHROMIUM, Browser
+from support.inspected import model
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
+READY = "explorer.panels().length && explorer.panels().every(p => p.seen && !p.asking && p.image.complete)"
+
+
+@pytest.fixture(scope="module")
+def served():
+    images = open_images("digits", "test")
+    networks = {"fills": model(), "prunes": model(below_threshold="prune", seed=1)}
+    subjects = [
+        Subject(name, own, transform_for(own), images.classes, images.classes) for name, own in networks.items()
+    ]
+    running = Served(Explorer(subjects, Pictures(images), card_images=4))
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def browser(served):
+    with Browser(1200) as opened:
+        opened.open(served.url)
+        opened.wait_until(READY)
+        yield opened
+        assert opened.errors == []
+        own = served.url.rsplit("/", 2)[0]
+        assert [a for a in opened.requests if not a.startswith((own, "data:", "blob:", "about:"))] == []
+
+
+def slide(browser, selector, value):
+    move = f"const s = document.querySelector('{selector}'); s.value = {value}; s.dispatchEvent(new Event('input'))"
+    browser.evaluate(f"{{ {move} }}")
+    browser.wait_until(READY)
+
+
+def shown(browser):
+    """The page's own table, by model, layer and token."""
+    rows = csv.DictReader(io.StringIO(browser.evaluate("explorer.csv()"), newline=""))
+    return {(row["model"], row["layer"], int(row["token"])): row for row in rows}
+
+
+def expected(network, index, threshold=None, top_k=None, offsets=None):
+    """Routings by layer, what `record_routing` says every token used, and the logits, without the explorer's code."""
+    images, transform = open_images("digits", "test"), transform_for(network)
+    rows = np.array([index])
+    image = transform.device(transform.host(images, rows, 0), images.label_N[rows], rows, 0).image
+    seen = {}
+    for name, layer in moe_layers(network).items():
+        layer.router.threshold = layer.router.threshold if threshold is None else threshold
+        layer.router.top_k = layer.router.top_k if top_k is None else top_k
+        layer.router.balance.offset_E += torch.tensor((offsets or {}).get(name, [0.0] * 4))
+        layer.observers.append(lambda routing, name=name: seen.__setitem__(name, routing))
+    with torch.no_grad(), ermoe.record_routing(network) as recorder:
+        logits = network(image)[0]
+    return seen, {name: tally.probe() for name, tally in recorder.tallies.items()}, logits
+
+
+def check(browser, name, network, index, **change):
+    seen, used, logits = expected(network, index, **change)
+    table = shown(browser)
+    for layer, routing in seen.items():
+        weight_TE = routing.dense_weights()
+        for token in range(routing.num_tokens):
+            row = table[name, f"block {layer.split('.')[1]}", token]
+            scores, weights = (
+                np.array([float(row[f"{kind}_{e}"]) for e in range(4)], np.float32) for kind in ("score", "weight")
+            )
+            assert (scores == routing.score_TE[token].numpy()).all()
+            assert (weights == weight_TE[token].numpy()).all()
+            assert ((weights > 0) == used[layer][token].numpy()).all()
+            assert int(row["expert"]) == int(weight_TE[token].argmax())
+            assert int(row["fell_back"]) == int(routing.fell_back_T[token])
+    assert int(row["prediction"]) == int(logits.argmax())
+    assert float(row["probability"]) == pytest.approx(float(logits.softmax(0).max()), abs=1e-7)
+    return seen
+
+
+def test_what_is_shown_is_what_the_model_does(browser):
+    index = int(browser.evaluate("explorer.state.picture"))
+    check(browser, "fills", model(), index)
+    slide(browser, ".threshold input", 0.9)
+    check(browser, "fills", model(), index, threshold=0.9)
+    assert "changes no choice" in browser.evaluate("document.querySelector('.rule').textContent")
+    slide(browser, ".experts input", 3)
+    check(browser, "fills", model(), index, threshold=0.9, top_k=3)
+    browser.evaluate("document.querySelector('.offsets').open = true")
+    slide(browser, ".offsets input", 0.75)
+    offsets = {"blocks.3.mlp": [0.75, 0.0, 0.0, 0.0]}
+    seen = check(browser, "fills", model(), index, threshold=0.9, top_k=3, offsets=offsets)
+    slide(browser, "#strength", 100)
+    size = browser.evaluate("document.querySelector('.view canvas').width")
+    pixels = "[...document.querySelector('.view canvas').getContext('2d').getImageData(0, 0, 9999, 9999).data]"
+    pixels = pixels.replace("9999", str(size))
+    image = np.array(browser.evaluate(pixels), np.uint8).reshape(size, size, 4)
+    colour = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in expert_colours(4)]
+    weight_TE = seen["blocks.3.mlp"].dense_weights()[1:]
+    for patch, expert in enumerate(weight_TE.argmax(1).tolist()):
+        row, column = (size * (2 * place + 0.4) / 8 for place in divmod(patch, 4))  # its upper left part
+        assert image[int(row), int(column), :3].tolist() == colour[expert]
+    browser.evaluate("document.querySelector('.reset').click()")
+    browser.wait_until(READY)
+    check(browser, "fills", model(), index)
+
+
+def test_two_models_links_and_uploads(browser, served):
+    browser.evaluate(
+        "{ const o = document.getElementById('other'); o.value = 'prunes'; o.dispatchEvent(new Event('change')) }"
+    )
+    browser.wait_until(READY)
+    slide(browser, ".panel:nth-child(2) .threshold input", 0.35)
+    index = int(browser.evaluate("explorer.state.picture"))
+    check(browser, "fills", model(), index)
+    check(browser, "prunes", model(below_threshold="prune", seed=1), index, threshold=0.35)
+    browser.evaluate("document.getElementById('link').click()")
+    browser.wait_until("location.hash.includes('T2=0.35')")
+    before, address = browser.evaluate("explorer.csv()"), browser.evaluate("location.href")
+    browser.open("about:blank")
+    browser.open(address)
+    browser.wait_until(READY)
+    assert browser.evaluate("explorer.csv()") == before
+    draw = (
+        "new Promise(done => { const c = document.createElement('canvas'); c.width = c.height = 30;"
+        "c.getContext('2d').fillRect(5, 5, 20, 9); c.toBlob(blob => { const d = new DataTransfer();"
+        "d.items.add(new File([blob], 'mine.png')); const f = document.getElementById('file'); f.files = d.files;"
+        "f.dispatchEvent(new Event('change')); done(1); }) })"
+    )
+    browser.evaluate(draw)
+    browser.wait_until("explorer.state.picture.startsWith('upload-') && " + READY)
+    assert browser.evaluate("document.querySelector('#gallery img').alt") == "mine.png"
+    saved = (
+        "new Promise(done => { const made = URL.createObjectURL; URL.createObjectURL = blob => {"
+        "blob.arrayBuffer().then(b => done([...new Uint8Array(b)])); return made(blob); };"
+        "document.getElementById('png').click() })"
+    )
+    with Image.open(io.BytesIO(bytes(browser.evaluate(saved)))) as poster:
+        assert poster.format == "PNG"
+        assert poster.width > 1200
+
+
+def test_everybody_can_use_it_at_every_width(browser, tmp_path):
+    script = axe_script(tmp_path)
+    browser.evaluate("document.querySelector('.view').focus()")
+    browser.press("ArrowRight")
+    browser.press("Enter")
+    browser.wait_until("explorer.state.token !== null && !document.querySelector('.looked').hidden")
+    assert "Goes to expert" in browser.evaluate("document.querySelector('.said').textContent")
+    browser.evaluate("document.querySelector('#legend button').click()")
+    browser.wait_until("document.querySelector('#card .card') !== null")
+    browser.evaluate("document.querySelector('.offsets').open = true")
+    for width in (390, 1200, 2000):
+        browser.resize(width, 900)
+        for scheme in ("light", "dark"):
+            browser.prefer(scheme)
+            assert violations(browser, script) == [], (width, scheme)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_keyboard_alone_reaches_everything(browser):
+    slide(browser, ".experts input", 1)  # so that there is something to take back
+    reached = set()
+    for _ in range(60):
+        browser.press("Tab")
+        reached.add(browser.evaluate("document.activeElement.id || document.activeElement.classList[0]"))
+    wanted = {"link", "png", "csv", "theme", "file", "more", "layer", "strength", "numbers", "other", "view", "reset"}
+    assert wanted <= reached
+    browser.evaluate("document.getElementById('layer').focus()")
+    browser.press("ArrowLeft")
+    browser.wait_until("document.getElementById('layer-name').textContent === 'block 1'")
+    browser.evaluate("document.querySelector('.threshold input').focus()")
+    browser.press("ArrowRight")
+    browser.wait_until("document.querySelector('.threshold output').textContent === '0.51' && " + READY)
+    browser.evaluate("document.querySelector('.view').focus()")
+    first = browser.evaluate("document.querySelector('.where').textContent")
+    browser.press("ArrowDown")
+    assert browser.evaluate("document.querySelector('.where').textContent") != first
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The command itself, in a process and a folder of its own, and its address."""
+    ermoe.save(model(), tmp_path / "sparse")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    arguments = ["explore", "../sparse", "--data", "digits", "--port", "0", "--no-browser", "--card-images", "3"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ermoe", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = iter(process.stdout.readline, "")
+    address = next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
+    yield process, urlsplit(address), folder
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert list(folder.iterdir()) == []
+
+
+def test_a_crowd_large_files_and_a_killed_browser(command):
+    process, address, _ = command
+    body = b'{"model": "sparse", "picture": "3", "T": 0.25}'
+    large = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), np.uint8)).save(large, "PNG")
+
+    def ask(number):
+        """One of 200 at once: questions, pictures of 7 MB, and bodies of 100 MB."""
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+        try:
+            if number % 20 == 0:
+                connection.putrequest("POST", address.path + "api/upload")
+                connection.putheader("content-length", str(100 * 2**20))
+                connection.endheaders()
+            elif number % 5 == 0:
+                connection.request("POST", address.path + "api/upload", large.getvalue())
+            else:
+                connection.request("POST", address.path + "api/look", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(200) as crowd:
+        answers = list(crowd.map(ask, range(200)))
+    assert {status for status, _ in answers} <= {200, 413, 503}
+    assert [status for status, _ in answers].count(413) == 10
+    assert [status for status, _ in answers].count(200) >= 60
+    assert not any(b"Traceback" in text for _, text in answers)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    assert int(peak[1]) < 2 * 2**20
+    browser = Browser()
+    browser.open(address.geturl())
+    os.kill(browser._process.pid, signal.SIGKILL)
+    browser.__exit__()
+    assert ask(1)[0] == 200
