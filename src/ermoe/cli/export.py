@@ -19,9 +19,11 @@ _SUFFIX = {"onnx": ".onnx", "torch": ".pt2"}
 class Export:
     """Write a saved model as ONNX, or as a torch.export archive, and check its outputs against the model's.
 
-    The file has fixed shapes. Along the path "every-expert" it runs all experts on all tokens: exact, at E / K times
-    the work of the experts. Along "capacity" experts have a fixed number of places per image: cheaper, and tokens that
-    find an expert full do without it. It is made and checked on the CPU.
+    Along the path "every-expert" the file runs all experts on all tokens: exact, with fixed shapes, at E / K times the
+    work of the experts. Along "sparse" each expert looks for its own tokens: exact and as cheap as the model, for
+    readers that take shapes which depend on data, such as onnxruntime. Along "capacity" experts have a fixed number of
+    places per image: cheap, with fixed shapes, and tokens that find an expert full do without it. The file is made and
+    checked on the CPU.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -32,8 +34,8 @@ class Export:
     """The file; by default model.onnx or model.pt2 in the model's folder."""
     image_size: int | None = None
     """Edge of the images in pixels; by default the model's own."""
-    path: Literal["every-expert", "capacity"] = "every-expert"
-    """How to make shapes static."""
+    path: Literal["every-expert", "sparse", "capacity"] = "every-expert"
+    """How tokens reach their experts."""
     capacity_factor: float = 1.25
     """Places of an expert along the capacity path, as a multiple of an equal share."""
     fixed_batch: bool = False

@@ -1,9 +1,11 @@
 """Sparse models as files that run without ermoe: torch.export archives and ONNX graphs.
 
-A graph in a file has fixed shapes, while how many tokens an expert gets depends on the image. There are two ways out.
-"every-expert" runs all experts on all tokens and weighs most of the results with zero: the numbers of the model, at
-E / K times the work of its experts. "capacity" gives each expert a fixed number of places per image, ⌈S K f / E⌉,
-filled in the order of falling weight: f times the work, and tokens that find an expert full do without it.
+How many tokens an expert gets depends on the image, while a graph in a file would rather have fixed shapes. There are
+three ways out. "every-expert" runs all experts on all tokens and weighs most of the results with zero: the numbers of
+the model, at E / K times the work of its experts. "sparse" has each expert look for its tokens: the model's numbers and
+its work, for readers that take shapes which depend on data, as torch and onnxruntime do. "capacity" gives each expert a
+fixed number of places per image, ⌈S K f / E⌉, filled in the order of falling weight: f times the work, and tokens that
+find an expert full do without it.
 
 Letters: S tokens of an image, E experts, K experts per token.
 """
@@ -26,7 +28,7 @@ from ermoe.models.passes import Eye, answer, evaluating, input_shape
 from ermoe.nn import MoE, moe_layers
 from ermoe.nn.sharding import whole_copy
 
-_PATHS = ("every-expert", "capacity")
+_PATHS = ("every-expert", "sparse", "capacity")
 _FORMATS = {".onnx": "onnx", ".pt2": "torch"}
 
 
@@ -54,7 +56,8 @@ def export(
 
     Args:
         image_size: of the images it will get; by default the model's own; fixed in the file.
-        path: "every-expert" (exact, E / K times the experts' work) or "capacity" (cheaper, drops some pairs).
+        path: "every-expert" (exact, E / K times the experts' work), "sparse" (exact, the experts' own work, shapes that
+            depend on data) or "capacity" (cheap, static shapes, drops some pairs).
         capacity_factor: f of the capacity path. Places for f = E / K would suffice for every token.
         dynamic_batch: whether the file takes any number of images at once, or one.
     """
@@ -62,7 +65,7 @@ def export(
     if file.suffix not in _FORMATS:
         raise UserError(f"{file}: the name decides the format, so end it in .onnx or .pt2")
     if path not in _PATHS:
-        raise UserError(f"path={path!r}: use 'every-expert' (exact) or 'capacity' (cheaper)")
+        raise UserError(f"path={path!r}: use 'every-expert' (exact), 'sparse' (exact and cheaper) or 'capacity'")
     if file.suffix == ".onnx" and next(model.parameters()).dtype == torch.bfloat16:
         raise UserError(f"{file}: onnxruntime knows no bfloat16; export model.float(), or to a name that ends in .pt2")
     shape = (2 if dynamic_batch else 1, *input_shape(model, image_size))
@@ -89,22 +92,24 @@ def to_program(
     capacity_factor: float = 1.25,
     dynamic_batch: bool = True,
 ) -> ExportedProgram:
-    """The model, merged, as a graph of torch's own operators along one of the static paths."""
-    static = _static(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    """The model, merged, as a graph of torch's own operators along one of the paths."""
+    traceable = _traceable(model, path, capacity_factor, dynamic_batch=dynamic_batch)
     with torch.no_grad():
-        return torch.export.export(static, (images,), dynamic_shapes=_shapes(dynamic_batch))
+        return torch.export.export(traceable, (images,), dynamic_shapes=_shapes(dynamic_batch))
 
 
-def _static(model: nn.Module, path: str, capacity_factor: float, *, dynamic_batch: bool) -> nn.Module:
-    """A merged copy of the model whose layers take one of the static paths."""
+def _traceable(model: nn.Module, path: str, capacity_factor: float, *, dynamic_batch: bool) -> nn.Module:
+    """A merged copy of the model whose layers take one of the paths."""
     if dynamic_batch:
         _refuse_shared_places(model)
     model = merge(whole_copy(model), inplace=True).eval().requires_grad_(False)
     if path == "capacity":
         limit_places(model, capacity_factor)
-    else:
-        for layer in moe_layers(model).values():
-            layer.every_expert = True
+    for layer in moe_layers(model).values():
+        if path == "sparse" and isinstance(layer, MoE):
+            layer.expert_by_expert = True
+        else:
+            layer.every_expert = path != "capacity"
     return _TensorOutput(model).eval()
 
 
@@ -141,10 +146,10 @@ def _write_onnx(
     model: nn.Module, images: Tensor, file: Path, *, path: str, capacity_factor: float, dynamic_batch: bool
 ) -> None:
     _need("onnx", "onnxscript")
-    static = _static(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    traceable = _traceable(model, path, capacity_factor, dynamic_batch=dynamic_batch)
     with torch.no_grad():
         torch.onnx.export(
-            static,
+            traceable,
             (images,),
             file,
             input_names=["images"],

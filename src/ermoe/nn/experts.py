@@ -239,6 +239,10 @@ class Experts(nn.Module):
         """Outputs of the only expert of a stack of one, (T, D)."""
         return products.alone(self.expert, x_TD)
 
+    def one_of_many(self, x_AD: Tensor, index: int) -> Tensor:
+        """Outputs of expert ``index`` for its own rows, (A, D)."""
+        return products.one_of_many(self.expert, x_AD, index)
+
     def every_expert(self, x_TD: Tensor) -> Tensor:
         """All experts' outputs for all tokens, (E, T, D)."""
         return self.batched(x_TD.expand(self.num_experts, *x_TD.shape))

@@ -25,7 +25,9 @@ class MoE(MixtureLayer):
 
     ``forced_G``, experts (G,), sends all tokens of each group to one expert, whatever the router says; scores stay what
     they are, and offsets learn nothing from it. With a ``static_capacity`` f, experts have ⌈S K f / E⌉ places per group
-    whatever tokens want: shapes are static, as files want them, and tokens that find an expert full do without it.
+    whatever tokens want: shapes are static, as files want them, and tokens that find an expert full do without it. With
+    ``expert_by_expert = True`` each expert looks for its own tokens, one expert after the other, which files can do too
+    if their readers take shapes that depend on data.
 
     >>> from ermoe.nn import EigenMoE
     >>> layer = EigenMoE(32, num_experts=4)
@@ -39,6 +41,7 @@ class MoE(MixtureLayer):
     router: Router
     forced_G: Tensor | None = None
     static_capacity: float | None = None
+    expert_by_expert = False
 
     def __init__(self, router: Router, experts: Experts, shared: Experts | None = None) -> None:
         if router.num_experts != experts.num_experts:
@@ -68,12 +71,24 @@ class MoE(MixtureLayer):
         """Σ_e w_e f_e(x) over the routed experts for a given routing, (T, D)."""
         if self.experts.num_experts == 1:
             return routing.dense_weights() * self.experts.alone(x_TD)
+        if self.expert_by_expert:
+            return self._mix_expert_by_expert(x_TD, routing)
         if self.every_expert or (has_static_shapes() and not self.experts.prefers_grouped(x_TD)):
             outputs_ETD = self.experts.every_expert(x_TD)
             return torch.einsum("te,etd->td", routing.dense_weights().to(outputs_ETD.dtype), outputs_ETD)
         pairs = plan(routing)
         y_AD = self.experts(gather(x_TD, pairs), pairs.count_E)
         return combine(y_AD, pairs)
+
+    def _mix_expert_by_expert(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The mixture without a sort: every expert finds its own tokens, and adds to them."""
+        weight_TE = routing.dense_weights()
+        mixed_TD = torch.zeros_like(x_TD, dtype=weight_TE.dtype)
+        for index in range(self.experts.num_experts):
+            token_A = weight_TE[:, index].nonzero().squeeze(1)
+            y_AD = self.experts.one_of_many(x_TD[token_A], index)
+            mixed_TD = mixed_TD.index_add(0, token_A, weight_TE[token_A, index].unsqueeze(1) * y_AD)
+        return mixed_TD
 
     def _mix_in_places(self, x_GSD: Tensor, routing: Routing, capacity_factor: float) -> Tensor:
         """The mixture of those pairs that find a place, filled in the order of falling weight, (G, S, D)."""

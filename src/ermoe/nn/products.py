@@ -126,6 +126,13 @@ def alone(expert: Expert, x_TD: Tensor) -> Tensor:
     return expert(x_TD, _OneExpert())
 
 
+def one_of_many(expert: Expert, x_AD: Tensor, index: int) -> Tensor:
+    """Expert ``index`` of a stack on its rows, however many they are."""
+    products = _OneExpert()
+    products.expert = index
+    return expert(x_AD, products)
+
+
 def grouped(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     """Each product of all experts in one call of ``torch.nn.functional.grouped_mm``."""
     return expert(x_AD, _GroupedRows(count_E, x_AD.shape[0]))

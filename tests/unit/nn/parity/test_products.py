@@ -45,12 +45,13 @@ def test_every_expert_equals_each_expert_alone(kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"below_threshold": "prune"}, {"capacity_factor": 0.7}])
-def test_the_static_layer_equals_the_sorted_one(options):
+@pytest.mark.parametrize("path", ["every_expert", "expert_by_expert"])
+def test_the_layer_of_a_file_equals_the_sorted_one(options, path):
     torch.manual_seed(0)
     layer = EigenMoE(16, num_experts=4, **options)
     x, context = torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     sorted_output = layer(x, context)
-    layer.every_expert = True
+    setattr(layer, path, True)
     torch.testing.assert_close(layer(x, context), sorted_output, rtol=0, atol=1e-5)
 
 
