@@ -28,7 +28,7 @@ class Push:
     datasets: tuple[str, ...] = ()
     """What the model was trained on; a data set of the hub by its name there."""
     figures: tuple[str, ...] = ()
-    """What was measured, each as NAME=VALUE: "accuracy on the test images=81.2 %%"."""
+    """What was measured, each as NAME=VALUE: "accuracy on the test images=81.2 %"."""
     base_model: str | None = None
     """The model of the hub that it was made from (owner/name)."""
     about: str | None = None

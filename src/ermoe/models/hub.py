@@ -231,6 +231,9 @@ def _how_to_load(repo: str, model: nn.Module) -> str:
     if type(model).__name__.startswith(NAME) and type(model).__name__.endswith("ForImageClassification"):
         lines += ["", "# or, after import ermoe:", "from transformers import AutoModelForImageClassification", ""]
         lines += [f'model = AutoModelForImageClassification.from_pretrained("{repo}")']
+    elif _is_classifier(model) and family_name(model).startswith("timm"):
+        lines += ["", "# or by timm:", "import ermoe.models.vit", "import timm", ""]
+        lines += [f'model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()']
     return "\n".join(["```python", *lines, "```"])
 
 

@@ -167,6 +167,8 @@ def _without_data(tensor: Tensor) -> Tensor:
 def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
     """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name").
 
+    Also sparse models of transformers that ``save_pretrained`` or the Trainer wrote.
+
     Before anything is built or read, what the configuration asks for is compared with what the weights' header has.
     """
     folder = _folder(source)

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 import ermoe
+import ermoe.models.vit
 from ermoe.cli.main import main
 from ermoe.errors import UserError
 from support.hub import TOKEN, running_hub
@@ -57,6 +58,8 @@ def test_what_is_pushed_can_be_loaded(hub, model):
     images = torch.randn(2, 3, 160, 160)
     assert torch.equal(ermoe.load("me/digits").eval()(images), model(images))
     data, text = metadata(hub, "me/digits")
+    assert 'timm.create_model("hf-hub:me/digits", pretrained=True)' in text
+    assert torch.equal(timm.create_model("hf-hub:me/digits", pretrained=True).eval()(images), model(images))
     assert data == {
         "library_name": "ermoe", "license": "mit", "datasets": ["ylecun/mnist"], "pipeline_tag": "image-classification",
         "tags": ["ermoe", "mixture-of-experts"],
