@@ -280,7 +280,7 @@ def attributes(pixel_B3SS: Tensor, grid_hw: tuple[int, int]) -> Tensor:
     """How each patch looks, (B, P, A), one column for each of `ATTRIBUTES`.
 
     >>> white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
-    >>> attributes(white, (2, 2))[0, 0].round(decimals=2).tolist()
+    >>> attributes(white, (2, 2))[0, 0].double().round(decimals=2).tolist()
     [1.0, 0.0, 0.0, 0.0, 0.71]
     """
     value = pixel_B3SS.float().cpu() / 255
