@@ -44,7 +44,7 @@ def random_images(number: int, num_classes: int) -> ImagesInMemory:
     pixels = torch.randint(0, 256, (number, 3, 32, 32), dtype=torch.uint8, generator=generator)
     label = torch.arange(number) % num_classes
     classes = [f"class {c}" for c in range(num_classes)]
-    return ImagesInMemory(pixels, found=f"{number} random images", split="test", classes=classes, label_N=label)
+    return ImagesInMemory(pixels, summary=f"{number} random images", split="test", classes=classes, label_N=label)
 
 
 def main() -> None:
@@ -62,13 +62,17 @@ def main() -> None:
     report = folder / "report.html"
 
     def plain() -> None:
-        evaluate(model, Loader(images, transform_for(model), batch_size=100))
+        evaluate(model, Loader(transform_for(model).of(images), batch_size=100))
 
     def inspection() -> None:
         settings = Settings()
         found = {"model": look_into(model, images, settings)}
         page = inspection_page(
-            found, data=images.found, num_images=len(images), figures=folder / "figures", num_k_images=settings.k_images
+            found,
+            data=images.summary,
+            num_images=len(images),
+            figures=folder / "figures",
+            num_k_images=settings.k_images,
         )
         page.write(report)
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from PIL import Image
 import ermoe
 from ermoe.analysis.plots import expert_colours
 from ermoe.data.images import open_images
+from ermoe.explorer.explore import open_explorer
 from ermoe.explorer.pictures import Pictures
 from ermoe.explorer.serve import Served
 from ermoe.explorer.server import Explorer
@@ -31,6 +33,7 @@ from support.browser import CHROMIUM, Browser
 from support.inspected import model
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
+SAVED = Path(__file__).parents[1] / "fixtures" / "saved.tar.xz"
 READY = "explorer.panels().length && explorer.panels().every(p => p.seen && !p.asking && p.image.complete)"
 
 
@@ -204,6 +207,32 @@ def test_the_keyboard_alone_reaches_everything(browser):
     first = browser.evaluate("document.querySelector('.where').textContent")
     browser.press("ArrowDown")
     assert browser.evaluate("document.querySelector('.where').textContent") != first
+
+
+def test_the_page_of_brains(tmp_path):
+    with tarfile.open(SAVED) as archive:
+        archive.extractall(tmp_path, members=[m for m in archive if m.name.startswith("brain/")], filter="data")
+    running = Served(open_explorer([str(tmp_path / "brain" / "run")], str(tmp_path / "brain" / "bids")))
+    running.start()
+    script = axe_script(tmp_path)
+    with Browser(1200) as browser:
+        browser.open(running.url)
+        browser.wait_until("explorer.brain() !== null")
+        browser.evaluate("document.getElementById('hide').click()")
+        browser.wait_until("document.getElementById('without').textContent.startsWith('Without one cube')")
+        browser.evaluate("document.querySelector('[value=occlusion]').click()")
+        browser.wait_until(
+            "explorer.change()?.filter(v => v !== null).length === explorer.brain().tissue.filter(t => t >= 0).length"
+        )
+        for width in (390, 1200, 2000):
+            browser.resize(width, 900)
+            assert violations(browser, script) == []
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.evaluate("document.getElementById('turn').open = true")
+        browser.wait_until("document.getElementById('frame').src.includes('api/view')")
+        assert browser.errors == []
+        assert [a for a in browser.requests if not a.startswith((running.url, "data:", "blob:", "about:"))] == []
+    running.close()
 
 
 @pytest.fixture

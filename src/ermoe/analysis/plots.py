@@ -24,8 +24,9 @@ from numpy.typing import ArrayLike, NDArray
 _LOOK = matplotlib.rc_params_from_file(str(files("ermoe.analysis") / "figures.mplstyle"), use_default_template=False)
 INK, MUTED, LINE = (str(_LOOK[name]) for name in ("text.color", "axes.labelcolor", "axes.edgecolor"))
 ACCENT = "#0f766e"
-# Okabe and Ito, "Color universal design" (2008): distinct to every kind of colour vision.
-_EXPERTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"]
+# Okabe and Ito, "Color universal design" (2008), distinct to every kind of colour vision; for black, which would hide
+# a photograph, a dark violet.
+_EXPERTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#5b3a8c"]
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200

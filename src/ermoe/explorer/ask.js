@@ -26,7 +26,7 @@ export const element = (name, attributes = {}, ...children) => {
   return made;
 };
 export const swatch = (colour) => element("i", { style: `background:${colour}`, "aria-hidden": "true" });
-export const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
+export const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)}\u00a0%`;
 export const floats = (text) => new Float32Array(bytes(text).buffer);
 export const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 

@@ -107,4 +107,4 @@ def _words(card: Card) -> str:
 
 
 def _percent(share: float | torch.Tensor) -> str:
-    return f"{100 * float(share):.{1 if share < 0.0995 else 0}f} %"
+    return f"{100 * float(share):.{1 if share < 0.0995 else 0}f}\u00a0%"

@@ -170,7 +170,8 @@ class Cards:
         score_BE, patch_BE = score_BPE.max(1)
         for expert, best in enumerate(seen.best):
             bar = best[-1].score if len(best) == PATCHES else -torch.inf
-            for row in (score_BE[:, expert] > bar).nonzero().flatten().tolist():
+            leading = score_BE[:, expert].topk(min(PATCHES, len(index))).indices.tolist()
+            for row in (row for row in leading if score_BE[row, expert] > bar):
                 patch, score = int(patch_BE[row, expert]), float(score_BE[row, expert])
                 best.append(BestPatch(index[row], patch, score, surroundings(pixel_B3SS[row], patch, self.grid_hw)))
             best.sort(key=lambda found: -found.score)
@@ -279,7 +280,7 @@ def attributes(pixel_B3SS: Tensor, grid_hw: tuple[int, int]) -> Tensor:
     """How each patch looks, (B, P, A), one column for each of `ATTRIBUTES`.
 
     >>> white = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8)
-    >>> attributes(white, (2, 2))[0, 0].round(decimals=2).tolist()
+    >>> attributes(white, (2, 2))[0, 0].double().round(decimals=2).tolist()
     [1.0, 0.0, 0.0, 0.0, 0.71]
     """
     value = pixel_B3SS.float().cpu() / 255

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ermoe.data.images import Images, ImagesInMemory, open_images
@@ -25,6 +26,7 @@ from ermoe.models.io import load
 from ermoe.train.run_folder import model_folder
 
 _WORDS = "words.txt"
+_IMAGENET = 1000
 
 
 def open_explorer(
@@ -104,11 +106,16 @@ def _server() -> Any:
 
 
 def _classes(model: nn.Module, images: Images | None, place: StrPath | None) -> list[str]:
-    """Names of what a model's outputs mean: those of the data, of its run, or numbers."""
+    """Names of what a model's outputs mean: those of the data, of its run, ImageNet's for a thousand, or numbers."""
     number = int(getattr(model, "num_classes", 0) or 0)
     if images is not None and len(images.classes) == number:
         return images.classes
-    return [str(n) for n in range(number)] if place is None else class_names(place, number)
+    numbers = [str(n) for n in range(number)]
+    known = numbers if place is None else class_names(place, number)
+    if known == numbers and number == _IMAGENET:
+        names = ImageNetInfo("imagenet-1k")
+        return [names.index_to_description(n).split(",")[0] for n in range(number)]
+    return known
 
 
 def in_words(classes: Sequence[str], data: str | None) -> list[str]:

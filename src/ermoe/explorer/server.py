@@ -34,7 +34,7 @@ from ermoe.explorer.pictures import LARGEST_UPLOAD, Pictures
 from ermoe.explorer.search import Search
 from ermoe.explorer.subject import Subject
 
-_STATIC = {f"{name}.js": "text/javascript" for name in ("explore", "draw", "link", "ask", "brain")}
+_STATIC = {f"{name}.js": "text/javascript" for name in ("explore", "panel", "draw", "link", "ask", "brain")}
 _STATIC |= {f"{name}.css": "text/css" for name in ("explore", "card")}
 _LARGEST_QUESTION = 2**16
 _MOST_WAITING = 64

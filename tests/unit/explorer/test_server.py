@@ -66,7 +66,7 @@ def test_the_page_and_its_parts_are_there(client):
     page = client.get("/")
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    for name in ("explore.js", "draw.js", "link.js", "ask.js", "brain.js", "explore.css", "card.css"):
+    for name in ("explore.js", "panel.js", "draw.js", "link.js", "ask.js", "brain.js", "explore.css", "card.css"):
         answer = client.get(f"/{name}")
         assert answer.status_code == 200
         assert "http:" not in answer.text.replace("http://www.w3.org", "")
