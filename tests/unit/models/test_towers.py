@@ -135,3 +135,13 @@ def test_a_file_cannot_name_foreign_code(name, path, value, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=reason):
         ermoe.load(tmp_path)
+
+
+def test_what_a_wrapper_holds_is_treated_as_on_its_own():
+    """The blocks of a NaFlexVit are those of a ViT, and padded where theirs are not."""
+    import transformers
+
+    flexible = {"embed_dim": 32, "num_heads": 2, "depth": 2, "pos_embed_grid_size": (4, 4)}
+    config = transformers.TimmWrapperConfig(architecture="naflexvit_base_patch16_gap", model_args=flexible)
+    sparse = ermoe.upcycle(transformers.TimmWrapperModel(config), num_experts=2, route_rank=8)
+    assert type(sparse.timm_model.blocks[1]).__name__ == "SparseNaFlexBlock"
