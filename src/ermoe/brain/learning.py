@@ -59,7 +59,7 @@ def build(recipe: BrainRecipe, head: AgeHead) -> nn.Module:
     if not recipe.has_experts:
         return network
     score = "eigenbasis" if recipe.method == "ermoe-context" else "prototype"
-    return upcycle(network, init="same", inplace=True, generator=generator, score=score, **recipe.sparsity)
+    return upcycle(network, init="same", inplace=True, is_new=True, generator=generator, score=score, **recipe.sparsity)
 
 
 def _dense(recipe: BrainRecipe, num_outputs: int) -> nn.Module:

@@ -141,8 +141,9 @@ def build(recipe: ImageRecipe, num_classes: int, images: Images | None = None) -
     if recipe.sparsity is None:
         return model
     is_fresh = recipe.init in ("same", "random")  # which would draw networks anew that weights were given for
-    init = "dense" if is_fresh and recipe.weights is not None else recipe.init
-    options = {"init": init, "generator": generator, "inplace": True, **recipe.sparsity}
+    is_new = is_fresh and recipe.weights is None
+    init = "dense" if is_fresh and not is_new else recipe.init
+    options = {"init": init, "generator": generator, "inplace": True, "is_new": is_new, **recipe.sparsity}
     if not recipe.calibration:
         return upcycle(model, **options)
     if images is None:

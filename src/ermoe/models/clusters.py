@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import FFN
 from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import keep_dense, write_expert
 from ermoe.models.fitting import fitted
 from ermoe.models.passes import evaluating
 from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
 from ermoe.nn import EigenLinear, MixtureLayer, MoE, PrototypeScore, Routing, TopKRouter
+from ermoe.nn.ffn import FFN
 from ermoe.nn.scores import project
 
 _TOKENS_TO_GROUP = 16_384

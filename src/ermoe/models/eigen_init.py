@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import FFN, Linear
 from ermoe.models.passes import evaluating
 from ermoe.nn import DenseLinear, EigenLinear, Experts, MixtureLayer, PrototypeScore
 from ermoe.nn.basis import polar_factor
+from ermoe.nn.ffn import FFN, Linear
 
 _SMALLEST_RATIO = 1e-4
 _TOKENS_TO_JUDGE = 2048

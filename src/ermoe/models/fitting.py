@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ermoe.models.backbones import FFN, Linear
 from ermoe.models.tokens import Tokens
+from ermoe.nn.ffn import FFN, Linear
 
 _TOKENS_FOR_SLOPES = 16_384
 _RIDGE = 1e-3  # of a mean variance

@@ -7,6 +7,7 @@ are no longer there.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,23 +16,48 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, SparseBlock, family_name, family_named, known_family
+from ermoe.models.backbones import Family, SparseBlock, family_name, family_named, family_of, known_family
+from ermoe.nn.ffn import FFN
 
 _log = logging.getLogger("ermoe")
 
 
-class Inside(Family):
-    """The adapter of a module that holds one backbone, at ``path``."""
+class Around(Family):
+    """The adapter of a library's models around a backbone of another: where that is, and how the whole is written down.
 
-    def __init__(self, path: str, family: Family) -> None:
-        self.path, self.family = path, family
+    All else is asked of the adapter for one such model, which knows what it holds.
+    """
+
+    @abstractmethod
+    def inside(self, model: Any) -> str:
+        """The dotted name of the backbone in the model."""
+
+    def bound_to(self, model: Any) -> Family:
+        path = self.inside(model)
+        return Inside(path, family_of(model.get_submodule(path)), around=self)
+
+    def ffn(self, block: Any) -> FFN:
+        raise AssertionError("asked of all models around a backbone, and not of one")
+
+    def num_tokens(self, model: Any) -> int:
+        return self.bound_to(model).num_tokens(model)
+
+    def image_size(self, model: Any) -> tuple[int, ...]:
+        return self.bound_to(model).image_size(model)
+
+
+class Inside(Family):
+    """The adapter of a module that holds one backbone, at ``path``; ``around`` knows the whole where a library does."""
+
+    def __init__(self, path: str, family: Family, around: Family | None = None) -> None:
+        self.path, self.family, self.around = path, family, around
 
     def _held(self, model: Any) -> nn.Module:
         held: nn.Module = model.get_submodule(self.path)
         return held
 
     def backbone(self, model: Any) -> nn.Module:
-        return self.family.backbone(self._held(model))
+        return self.family.backbone(self._held(model)) if self.around is None else self.around.backbone(model)
 
     def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
         return [(f"{self.path}.{name}", block) for name, block in self.family.blocks(self._held(model))]
@@ -61,11 +87,15 @@ class Inside(Family):
         return self.family.channels(self._held(model))
 
     def unsavable(self, model: Any) -> str | None:
+        if self.around is not None:
+            return self.around.unsavable(model)
         held = self._held(model)
         place = f"experts go into {self.path}, the {type(held).__name__} of this {type(model).__name__}"
         return self.family.unsavable(held) or f"{place}: {self._how_to_save(model)}"
 
     def describe(self, model: Any) -> Json:
+        if self.around is not None:
+            return self.around.describe(model)
         raise UserError(
             f"only a part of this {type(model).__name__} is a backbone, {self.path}: {self._how_to_save(model)}"
         )
@@ -77,6 +107,8 @@ class Inside(Family):
         )
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        if self.around is not None:
+            return self.around.build(description, device=device)
         raise AssertionError("a module around a backbone was described, which `describe` does not do")
 
 

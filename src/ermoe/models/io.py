@@ -395,7 +395,7 @@ def rebuild(description: Description, *, device: str = "cpu", init: str = "empty
                 if isinstance(module, Balance):
                     module.reset_parameters()
     else:
-        model = upcycle(family.build(dense, device=device), init=init, inplace=True, **sparsity)
+        model = upcycle(family.build(dense, device=device), init=init, inplace=True, is_new=True, **sparsity)
     return merge(model, inplace=True) if description["merged"] else model
 
 

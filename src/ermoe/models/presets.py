@@ -39,7 +39,7 @@ class Preset:
             model = timm.create_model(self.architecture, **{**self.args, **args})
         if self.sparsity is None:
             return model
-        return upcycle(model, init="random", inplace=True, generator=generator, **self.sparsity)
+        return upcycle(model, init="random", inplace=True, is_new=True, generator=generator, **self.sparsity)
 
 
 _B16 = "vit_base_patch16_224"

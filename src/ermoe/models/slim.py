@@ -21,13 +21,14 @@ from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.files import StrPath
-from ermoe.models.backbones import FFN, SparseBlock, family_of
+from ermoe.models.backbones import SparseBlock, family_of
 from ermoe.models.clusters import GroupFit, errors_by_groups
 from ermoe.models.count import count
 from ermoe.models.fitting import errors_of_ranks, errors_of_widths
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
+from ermoe.nn.ffn import FFN
 from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
 from ermoe.train.loader import Loader

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.models.backbones import FFN, dense_network
+from ermoe.models.backbones import dense_network
 from ermoe.models.passes import answer, evaluating, outputs
+from ermoe.nn.ffn import FFN
 
 Networks = dict[str, tuple[nn.Module, FFN]]
 """Dense blocks and their feed-forward networks, by name."""

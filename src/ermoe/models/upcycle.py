@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import CONTEXT_SOURCES, FFN, Family, SparseBlock, dense_network, family_of, sparsify
+from ermoe.models.backbones import CONTEXT_SOURCES, Family, SparseBlock, dense_network, family_of, sparsify
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.clusters import GroupFit, fill_from_groups
 from ermoe.models.eigen_init import fill_beside_dense, fill_from_dense, output_error, refuse_equal_experts
@@ -25,6 +25,7 @@ from ermoe.models.inside import bare
 from ermoe.models.obstacles import bypassed, obstacle, refuse_adapters
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
+from ermoe.nn.ffn import FFN
 from ermoe.nn.registry import LAYERS, build_layer, options_of
 
 Options: TypeAlias = dict[str, Any]
@@ -37,7 +38,6 @@ _BY_BLOCK = ("num_experts", "rank", "hidden_dim")  # options of which there may 
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
 _INITS = ("dense", "clusters", "same", "random", "empty")
-_FROM_SCRATCH = ("same", "random", "empty")
 _log = logging.getLogger("ermoe")
 
 
@@ -154,6 +154,7 @@ def upcycle(
     router: str = "eigen",
     init: str = "dense",
     inplace: bool = False,
+    is_new: bool = False,
     context_of: str = "features",
     context_grad: bool = True,
     calibration: Iterable[Tensor] | None = None,
@@ -184,6 +185,8 @@ def upcycle(
             train from scratch, "same" starts all experts as one fresh network, of which each routes by other singular
             directions, and "random" each as another.
         inplace: change ``model`` itself, one block at a time, instead of a copy.
+        is_new: the model was built a moment ago, to become sparse: do not look for what only its use could have added,
+            nor whether it can be saved.
         context_of: the context averages the "features" that enter the expert layer, or the outputs of "attention".
         context_grad: whether routing sends gradients into the attention weights; False saves memory.
         calibration: unlabelled batches, a list or a data loader, to which experts of lower rank or less width are
@@ -202,8 +205,7 @@ def upcycle(
         raise UserError(
             f"init={init!r}: use 'dense' (experts start as the dense network), 'clusters', 'same' or 'random'"
         )
-    was_in_use = not (inplace and init in _FROM_SCRATCH)  # or it was built a moment ago, to become sparse
-    if was_in_use:
+    if not is_new:
         refuse_adapters(model)
         model = bare(model, inplace=inplace)
     family = family_of(model)
@@ -236,8 +238,8 @@ def upcycle(
         context_grad=context_grad,
         layer_options=layer_options,
     )
-    _check(family, model, sparsity, init, is_calibrated=calibration is not None, was_in_use=was_in_use)
-    if was_in_use:
+    _check(family, model, sparsity, init, is_calibrated=calibration is not None, is_new=is_new)
+    if not is_new:
         _warn_of_saving(family, model)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
@@ -271,7 +273,7 @@ def _refuse_to_group(router: str, calibration: object) -> None:
 
 
 def _check(
-    family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool, was_in_use: bool
+    family: Family, model: nn.Module, sparsity: Sparsity, init: str, *, is_calibrated: bool, is_new: bool
 ) -> None:
     """Refuses what cannot be made sparse, before anything is changed."""
     for index in sparsity.blocks:
@@ -279,7 +281,7 @@ def _check(
         if isinstance(block, SparseBlock):
             raise UserError(f"{name} is sparse already: start from the dense model, or from ermoe.to_dense(model)")
         reason = family.refusal(block)
-        if reason is None and was_in_use:
+        if reason is None and not is_new:
             reason = obstacle(block) or _tie(family, model, index) or _bypass(family, block, index, sparsity)
         reason = _defect(family, block, index, sparsity, init, is_calibrated) if reason is None else reason
         if reason is not None:

@@ -38,13 +38,13 @@ class SparseVisionTransformer(VisionTransformer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if name in _OF_TIMM})
         sparse = {name: value for name, value in options.items() if name not in _OF_TIMM}
-        for name in ("init", "inplace"):
+        for name in ("init", "inplace", "is_new"):
             if name in sparse:
                 raise UserError(
                     f"{name}={sparse[name]!r}: a model created by name starts afresh; to start from dense weights, use "
                     "ermoe.upcycle on a dense timm model"
                 )
-        upcycle(self, init="random", inplace=True, **sparse)
+        upcycle(self, init="random", inplace=True, is_new=True, **sparse)
 
 
 default_cfgs = generate_default_cfgs(
@@ -140,7 +140,8 @@ def ermoe_upcycled(pretrained: bool = False, *, description: Description = _EXAM
         return rebuild({**description, "dense": dense}, init="empty" if pretrained else "random")
 
     model = _create("ermoe_upcycled", pretrained, {}, options, build)
-    # The model says what it is, not how it was found, so that it can be written down again.
-    remembered: Any = model.pretrained_cfg
-    remembered["architecture"] = description["dense"]["architecture"]
+    # The model, or what a module of features holds, says what it is, not how it was found: so it can be written down.
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "pretrained_cfg")]
+    for module in modules:
+        module.pretrained_cfg["architecture"] = description["dense"]["architecture"]
     return model

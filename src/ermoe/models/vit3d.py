@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
+from ermoe.models.backbones import Family, SparseBlock
 from ermoe.nn import ContextAttention
+from ermoe.nn.ffn import FFN, Linear
 
 # Of the arguments of `ViT3D`: the last two change with its classifier.
 _NOT_CONFIGURED = ("self", "__class__", "num_classes", "global_pool")

@@ -35,7 +35,7 @@ def build(recipe: RetrievalRecipe) -> CLIP:
         clip_moe.train_only_gates(model)
     elif recipe.sparsity is not None:
         init = "dense" if recipe.weights or recipe.image_weights else recipe.init
-        upcycle(model, init=init, inplace=True, generator=generator, **recipe.sparsity)
+        upcycle(model, init=init, inplace=True, is_new=init != "dense", generator=generator, **recipe.sparsity)
     if recipe.text_tower == "frozen":
         model.freeze_text()
     return model

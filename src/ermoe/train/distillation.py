@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from ermoe.data.order import hashed
 from ermoe.errors import UserError
 from ermoe.files import StrPath
-from ermoe.models.backbones import FFN, SparseBlock, family_of
+from ermoe.models.backbones import SparseBlock, family_of
 from ermoe.models.calibrate import settle_offsets
 from ermoe.models.freeze import freeze
 from ermoe.models.passes import evaluating, images_of, refuse_tensor
 from ermoe.models.tokens import Networks, metric_of, tokens_and_gradients, weights_of
 from ermoe.nn import MixtureLayer, moe_layers
+from ermoe.nn.ffn import FFN
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
 from ermoe.train.loop import Task, fit

@@ -10,10 +10,11 @@ import ermoe
 from ermoe.errors import UserError
 from ermoe.models import clusters, fitting
 from ermoe.models import tokens as tokens_module
-from ermoe.models.backbones import FFN, Linear, family_of
+from ermoe.models.backbones import family_of
 from ermoe.models.tokens import Tokens, TokenSample, sample_tokens
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
+from ermoe.nn.ffn import FFN, Linear
 
 
 def linear(generator, rows, columns, bias=True):

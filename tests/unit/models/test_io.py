@@ -156,6 +156,17 @@ class TestTimm:
         ermoe.save(again, tmp_path / "second")
         assert same(again, ermoe.load(tmp_path / "second"), 96)
 
+    def test_features_of_what_local_dir_gives(self, tmp_path):
+        model, size = sparse_model("test_vit")
+        ermoe.save(model, tmp_path / "whole")
+        features = timm.create_model(f"local-dir:{tmp_path / 'whole'}", pretrained=True, features_only=True).eval()
+        ermoe.save(features, tmp_path / "features")
+        again = timm.create_model(f"local-dir:{tmp_path / 'features'}", pretrained=True).eval()
+        with torch.no_grad():
+            expected = model.eval().forward_intermediates(photographs(size), intermediates_only=True)[-1]
+            for module in (features, again, ermoe.load(tmp_path / "features").eval()):
+                assert torch.equal(module(photographs(size))[-1], expected)
+
     def test_every_small_name_that_timm_lists_can_be_created(self):
         names = [name for name in timm.list_models("*ermoe*") if "_vit_" not in name]
         assert "ermoe_upcycled" in names

@@ -46,10 +46,11 @@ class Mine(nn.GELU):
 
 
 class TestWhatCannotBeRead:
-    def test_it_is_said_before_training(self, caplog):
+    @pytest.mark.parametrize("options", [{}, {"init": "random", "inplace": True}])
+    def test_it_is_said_before_training(self, options, caplog):
         model = timm.create_model("test_vit", act_layer=Mine)
         with caplog.at_level(logging.WARNING, logger="ermoe"):
-            sparse = ermoe.upcycle(model, num_experts=2)
+            sparse = ermoe.upcycle(model, num_experts=2, **options)
         assert "ermoe.save will not write this VisionTransformer: the layer" in caplog.text
         assert "Mine is neither torch's nor timm's" in caplog.text
         assert sparse.sparsity.num_experts == 2, "who does not want to save need not"

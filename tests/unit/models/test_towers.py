@@ -235,3 +235,13 @@ class TestTransformersOwnFiles:
             AutoModelForImageClassification.from_pretrained(tmp_path / "copy")
         with pytest.raises(UserError, match="does not say how a SparseViTForImageClassification is sparse"):
             SparseViTForImageClassification(ViTConfig(**VIT))
+
+
+def test_what_a_wrapper_holds_is_treated_as_on_its_own():
+    """The blocks of a NaFlexVit are those of a ViT, and padded where theirs are not."""
+    import transformers
+
+    flexible = {"embed_dim": 32, "num_heads": 2, "depth": 2, "pos_embed_grid_size": (4, 4)}
+    config = transformers.TimmWrapperConfig(architecture="naflexvit_base_patch16_gap", model_args=flexible)
+    sparse = ermoe.upcycle(transformers.TimmWrapperModel(config), num_experts=2, route_rank=8)
+    assert type(sparse.timm_model.blocks[1]).__name__ == "SparseNaFlexBlock"

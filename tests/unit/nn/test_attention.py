@@ -1,5 +1,7 @@
 """Attention with head-mean weights equals the fused kind, whole or in chunks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,3 +107,15 @@ def test_contexts_stay_in_float32_under_autocast():
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="num_heads=5 does not divide dim=32"):
         ContextAttention(32, num_heads=5)
+
+
+def test_chunks_under_torch_func_are_not_recomputed():
+    """Checkpoints cannot be differentiated there; the gradients are those of attention in one piece."""
+    x = torch.randn(3, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+
+    def loss(x, chunk):
+        out, alpha = attend(*x.expand(3, 1, *x.shape), chunk=chunk)
+        return out.square().sum() + alpha.square().sum()
+
+    in_chunks, at_once = (torch.func.vmap(torch.func.grad(partial(loss, chunk=chunk)))(x) for chunk in (4, None))
+    torch.testing.assert_close(in_chunks, at_once)

@@ -9,8 +9,8 @@ from transformers.models.timm_wrapper import modeling_timm_wrapper
 
 from ermoe.files import Json
 from ermoe.models.families import timm_architecture
-from ermoe.models.families.around import Around
 from ermoe.models.families.hugging_face_vit import HuggingFace, build, classes_of, describe
+from ermoe.models.inside import Around
 
 
 class HuggingFaceTimm(HuggingFace, Around):

@@ -28,7 +28,8 @@ from transformers.models.vit_mae import modeling_vit_mae as vit_mae
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
+from ermoe.models.backbones import Family, SparseBlock, children_at
+from ermoe.nn.ffn import FFN, Linear
 
 _MODULES = (vit, deit, vit_mae, beit, dinov2, dinov2_with_registers, dinov3, clip, siglip, siglip2)
 

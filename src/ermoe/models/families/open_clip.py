@@ -13,8 +13,8 @@ from torch import nn
 from ermoe.errors import UserError
 from ermoe.files import Json
 from ermoe.models.backbones import family_name, family_named
-from ermoe.models.families.around import Around
 from ermoe.models.families.open_clip_vit import describe_blocks
+from ermoe.models.inside import Around
 
 _CLASSES: dict[str, Any] = {"CLIP": CLIP, "CustomTextCLIP": CustomTextCLIP}
 _SMALL_TOWER = {"layers": 1, "width": 64, "image_size": 32, "patch_size": 32}  # in the place of the one described

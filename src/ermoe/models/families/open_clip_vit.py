@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at, dense_network
+from ermoe.models.backbones import Family, SparseBlock, children_at, dense_network
 from ermoe.models.obstacles import packed
+from ermoe.nn.ffn import FFN, Linear
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"GELU": nn.GELU, "QuickGELU": QuickGELU}
 _NORMS: dict[str, type[nn.Module]] = {"LayerNorm": LayerNorm, "LayerNormFp32": LayerNormFp32}

@@ -13,9 +13,10 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, Linear, SparseBlock
+from ermoe.models.backbones import Family, SparseBlock
 from ermoe.models.families import timm_architecture
 from ermoe.models.obstacles import not_linear
+from ermoe.nn.ffn import FFN, Linear
 
 _LINEARS: dict[type[nn.Module], tuple[str, ...]] = {
     Mlp: ("fc1", "fc2"),

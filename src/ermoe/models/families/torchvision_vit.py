@@ -14,8 +14,9 @@ from torchvision.models.vision_transformer import EncoderBlock, MLPBlock, Vision
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, Linear, SparseBlock, children_at
+from ermoe.models.backbones import Family, SparseBlock, children_at
 from ermoe.models.obstacles import packed
+from ermoe.nn.ffn import FFN, Linear
 
 
 class SparseEncoderBlock(SparseBlock, EncoderBlock):  # type: ignore[misc] # torchvision is not typed

@@ -10,7 +10,8 @@ from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.files import Json
-from ermoe.models.backbones import FFN, Family, SparseBlock
+from ermoe.models.backbones import Family, SparseBlock
+from ermoe.nn.ffn import FFN
 
 # Class in config.json -> the address of what builds it.
 _BUILDERS = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ermoe.errors import UserError
-from ermoe.models.backbones import FFN, Linear
 from ermoe.models.eigen_init import fill_from_dense
 from ermoe.models.upcycle import Sparsity, upcycle
+from ermoe.nn.ffn import FFN, Linear
 
 _ROUTER = "clip-moe"
 
