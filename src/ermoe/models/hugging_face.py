@@ -66,7 +66,7 @@ class SparseModel:
                 "make it sparse with ermoe.upcycle"
             )
         model: Any = self
-        upcycle(model, init="random", inplace=True, **made["sparsity"])
+        upcycle(model, init="random", inplace=True, is_new=True, **made["sparsity"])
         if made.get("merged"):
             merge(model, inplace=True)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "offset_E"}

@@ -106,6 +106,10 @@ class Inside(Family):
             f"{type(model).__name__} is yours to save, as its state_dict"
         )
 
+    def mark(self, model: Any, sparsity: Any) -> None:
+        if self.around is not None:
+            self.around.mark(model, sparsity)
+
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         if self.around is not None:
             return self.around.build(description, device=device)
