@@ -25,7 +25,7 @@ from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
 from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
-from ermoe.brain.recipes import NETWORKS, VolumeAugmentation, recipe
+from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
@@ -240,12 +240,17 @@ def test_simple_estimates_stand_beside_the_network(finished, cache):
     assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
 
 
-@pytest.mark.parametrize("method", [method for method in NETWORKS if method != "ermoe"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "ermoe"])
 def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_path):
     model = train(
         cohort_root, tmp_path, preset="tiny", method=method, folds=2, cache=cache, console=QUIET, check=False, epochs=1
     )
-    assert set(BrainAgeModel.load(tmp_path).networks) == {"fold-0", "fold-1"}
+    loaded = BrainAgeModel.load(tmp_path)
+    assert loaded.folds == ["fold-0", "fold-1"]
+    assert set(loaded.networks) == (set() if method == "ridge" else set(loaded.folds))
+    (row,) = predict(loaded, open_cohort(cohort_root).scans[:1])
+    assert row.brain_age_low < row.brain_age < row.brain_age_high
+    assert (row.brain_age == row.brain_age_ridge) == (method == "ridge" or not model.blend.worth)
     assert math.isfinite(model.facts["raw"]["mae"])
 
 
@@ -289,7 +294,7 @@ def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path
 def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
     model = train(
         cohort_root, tmp_path, preset="tiny", head=head, split=split, cache=cache, console=QUIET, check=False,
-        epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train",
+        epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train", learns="age",
     )  # fmt: skip
     evaluation = Evaluation.read(tmp_path, cache=cache)
     assert np.isfinite(held_out(evaluation.outputs).raw_N).all()

@@ -10,7 +10,7 @@ from ermoe.brain.ages import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import by_label, labels, mean_age, over_folds
 from ermoe.brain.metrics import retest
-from ermoe.brain.results import Outputs, for_new_people, held_out
+from ermoe.brain.results import MIDDLE, Outputs, for_new_people, held_out
 from ermoe.errors import UserError
 from support.tiny_brains import people
 
@@ -70,6 +70,44 @@ def test_no_correction_uses_the_ages_it_is_applied_to(validation, fit):
     assert not np.isnan(before.pooled_N).any()
 
 
+def blended(scans, *, knows=0.0, seed=0):
+    """Ridges that are off by 5 years, and networks that add noise of 3 years and this share of the ridge's error."""
+    random = np.random.default_rng(seed)
+    age = np.array([scan.age for scan in scans])
+    ridge = age + random.normal(0, 5, (4, len(age)))
+    added = knows * (age - ridge) + random.normal(0, 3, ridge.shape)
+    head = AgeRegression(MIDDLE, 1.0)
+    output = torch.tensor(added).float().unsqueeze(-1)
+    width = torch.ones(ridge.shape).double()
+    return Outputs(scans, folds(scans), head, output, torch.tensor(ridge), width)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_network_that_knows_nothing_changes_next_to_nothing(seed):
+    given = blended(people(60), seed=seed)
+    found = held_out(given)
+    ridge = np.array([float(given.ridge_FN[row % 4, row]) for row in range(60)])
+    assert np.abs(found.raw_N - ridge).mean() < 0.5
+    assert 0.8 < found.coverage <= 1.0
+
+
+def test_a_network_that_knows_is_believed():
+    given = blended(people(60), knows=0.9)
+    ridge = np.array([float(given.ridge_FN[row % 4, row]) for row in range(60)])
+    found = held_out(given)
+    assert np.abs(found.raw_N - found.age_N).mean() < 0.8 * np.abs(ridge - found.age_N).mean()
+    assert 0.5 < for_new_people(given).blend.worth <= 1
+
+
+def test_what_a_network_is_worth_is_told_without_the_ages_it_serves():
+    scans, given = people(60), blended(people(60), knows=0.5)
+    before, rows = held_out(given), given.rows(1, "test")
+    changed = [dataclasses.replace(scan, age=30.0) if n in rows else scan for n, scan in enumerate(scans)]
+    after = held_out(dataclasses.replace(given, scans=changed))
+    for column in ("raw_N", "pooled_N", "low_N", "high_N"):
+        np.testing.assert_array_equal(getattr(after, column)[rows], getattr(before, column)[rows])
+
+
 def test_calibration_turns_the_line_and_intervals_cover():
     scans = people(200)
     found = held_out(outputs(scans))
@@ -83,7 +121,7 @@ def test_flat_predictions_are_left_raw_with_a_reason():
     assert np.isnan(found.pooled_N).all()
     assert len(found.refusals) == 4
     assert "refused" in found.refusals[0]
-    assert for_new_people(outputs(people(40), slope=0.0))[0] is None
+    assert for_new_people(outputs(people(40), slope=0.0)).calibration is None
 
 
 def test_a_regression_has_no_intervals():
