@@ -22,7 +22,8 @@ from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
 from ermoe.brain.data.scans import CohortOptions, Scan
 from ermoe.brain.data.splits import Splits
-from ermoe.brain.learning import measured
+from ermoe.brain.learning import looked_at
+from ermoe.brain.measures import MEASURES
 from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
@@ -132,7 +133,7 @@ class Evaluation:
     @cached_property
     def measures(self) -> Array:
         """Of all scans of the run, (N, F)."""
-        return measured(self.cache, self.outputs.scans)
+        return looked_at(self.cache, self.outputs.scans)[:, : len(MEASURES)]
 
     def _as_tested(self, predicted: Callable[[int, NDArray[np.int64]], Array]) -> Array:
         """What certain predictions of folds are for the people they test, in the order of `held_out`."""

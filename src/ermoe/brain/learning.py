@@ -22,7 +22,8 @@ from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.scans import Scan, ScanError
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
-from ermoe.brain.measures import Double, measures_of
+from ermoe.brain.likeness import signs_of
+from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, BrainRecipe, reduction
 from ermoe.brain.regions import point_prototypes
@@ -78,12 +79,12 @@ def _dense(recipe: BrainRecipe, num_outputs: int) -> nn.Module:
     return ViT3D(volume_size, **common, **{**recipe.size, "patch_size": recipe.patch_size // coarser})
 
 
-def measured(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
-    """Measures of all scans, (N, F); `ScanError` names a scan whose tissues cannot be told apart."""
+def looked_at(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
+    """`SIGNS` of all scans, (N, S), of which the first are `MEASURES`; `ScanError` if one shows no tissues."""
     rows = []
     for scan in scans:
         try:
-            rows.append(measures_of(volumes.volume(scan), volumes.preprocessing.spacing_mm))
+            rows.append(signs_of(volumes.volume(scan), volumes.preprocessing.spacing_mm))
         except ScanError:
             raise
         except UserError as problem:
@@ -169,7 +170,7 @@ def _learn_phantoms(recipe: BrainRecipe, head: AgeHead, folder: Path, archive: A
         variants=phantoms.variants if recipe.variants else 0,
     )
     if recipe.has_ridge:
-        measure_NF, people = measured(whole.cache, scans), [scan.participant_id for scan in scans]
+        measure_NF, people = looked_at(whole.cache, scans)[:, : len(MEASURES)], [scan.participant_id for scan in scans]
         ridge = Ridge.fit(measure_NF, whole.ages().numpy(), people)
         whole = replace(whole, told=residuals(ridge, measure_NF, scans, [True] * len(scans)))
     network = start(recipe, head, "random", archive, compute, whole.ages())

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from ermoe.brain.data.nifti import bounding_box
-from ermoe.brain.data.preprocess import Volume
 from ermoe.errors import UserError
 
 Double = NDArray[np.float64]
@@ -145,13 +144,8 @@ def fit_brightness(value_N: Double) -> tuple[Double, float]:
     return low + (high - low) * apart_M, float(np.sqrt(variance) * (high - low))
 
 
-def measures_of(volume: Volume, spacing_mm: float) -> Double:
-    """`MEASURES` of a prepared scan, (F,); `UserError` if its tissues cannot be told apart."""
-    return measures_among(tissues_of(np.asarray(volume.t1_XYZ), np.asarray(volume.mask_XYZ), spacing_mm), spacing_mm)
-
-
 def measures_among(tissues: Tissues, spacing_mm: float) -> Double:
-    """`MEASURES` of a brain whose tissues are known, (F,)."""
+    """`MEASURES` of a brain whose tissues are known, (F,); `UserError` if it has no inside."""
     depth_N, share_MN = tissues.depth_N, tissues.share_MN
     voxel_mm3, num_voxels = spacing_mm**3, len(depth_N)
     if depth_N.max() <= _VENTRICLES_MM:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,9 @@ from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
 from ermoe.brain.inputs import network_input, voxels
-from ermoe.brain.measures import measures_of
+from ermoe.brain.likeness import Likeness, signs_of
+from ermoe.brain.measures import MEASURES, Double
+from ermoe.brain.recalibration import Recalibration
 from ermoe.brain.results import MIDDLE, Blend
 from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
@@ -62,6 +64,8 @@ class BrainAgeModel:
         temperature: τ of intervals, fitted to held-out people.
         facts: for the model card: how many people, from where, with which result.
         ridges: the linear estimate of each fold, by its name, to which networks add; none where they learnt ages.
+        recalibration: of people of another site, None unless `ermoe brain recalibrate` made the model.
+        likeness: what the training scans are like, None in models that did not ask.
         blend: how much networks are believed, and how wide intervals are, for new people.
         blend_of_fold: the same for people whom a fold tests, told without their ages.
     """
@@ -79,6 +83,8 @@ class BrainAgeModel:
     temperature: float
     facts: Mapping[str, Any]
     ridges: Mapping[str, Ridge] = field(default_factory=dict)
+    likeness: Likeness | None = None
+    recalibration: Recalibration | None = None
     blend: Blend = field(default_factory=Blend)
     blend_of_fold: Mapping[str, Blend] = field(default_factory=dict)
 
@@ -233,6 +239,8 @@ class Prediction:
     """By the pooled line of held-out people; needs no age."""
     brain_age_calibrated_sex: float = math.nan
     """By the line of the scan's sex."""
+    brain_age_recalibrated: float = math.nan
+    """By the line of people of another site, in models that have one."""
     gap: float = math.nan
     """Raw brain age minus age."""
     fold_sd: float = math.nan
@@ -245,6 +253,10 @@ class Prediction:
     """Age, or where it is unknown brain age, outside of those in training."""
     unusual_mask: bool = False
     """No training scan had its mask from this source."""
+    distance: float = math.nan
+    """From the training scans: 1 is as far as one of them in twenty; intervals widen with it."""
+    unlike_training: str = ""
+    """What is odd about the scan, in words: it may be no T1 of an adult's whole, upright brain."""
     unlike_t1: bool = False
     """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
     problem: str = ""
@@ -327,9 +339,9 @@ def _alone(model: BrainAgeModel, volume: Volume, folds: Sequence[str]) -> _Answe
     return _Answer(torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK]), low, high)
 
 
-def _blended(model: BrainAgeModel, volume: Volume, folds: Sequence[str], *, is_known: bool) -> _Answer:
+def _blended(model: BrainAgeModel, volume: Volume, sign_S: Double, folds: Sequence[str], *, is_known: bool) -> _Answer:
     """By ridges and what networks, so far as they are believed, add to them: ridge + worth · (network − 50)."""
-    measure_F = measures_of(volume, model.preprocessing.spacing_mm)
+    measure_F = sign_S[: len(MEASURES)]
     blends = [model.blend_of_fold[fold] if is_known else model.blend for fold in folds]
     ridge_F, width_F = (
         torch.tensor([float(take(model.ridges[fold])) for fold in folds])
@@ -340,6 +352,7 @@ def _blended(model: BrainAgeModel, volume: Volume, folds: Sequence[str], *, is_k
         added_F = torch.stack([model.head.age(own)[0] for own in _by_networks(model, volume, folds)]) - MIDDLE
         age_F += torch.tensor([own.worth for own in blends]) * added_F
     reach = float((torch.tensor([own.spread for own in blends]) * width_F).mean())
+    reach *= 1.0 if model.likeness is None else model.likeness.widening(sign_S)
     age = float(age_F.mean())
     return _Answer(age_F, age - reach, age + reach, float(ridge_F.mean()))
 
@@ -347,7 +360,11 @@ def _blended(model: BrainAgeModel, volume: Volume, folds: Sequence[str], *, is_k
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
     is_tested = "test" in model.parts_of(scan.participant_id).values()
-    answer = _blended(model, volume, folds, is_known=is_tested) if model.ridges else _alone(model, volume, folds)
+    sign_S = signs_of(volume, model.preprocessing.spacing_mm) if model.likeness is not None else np.zeros(0)
+    if model.ridges:
+        answer = _blended(model, volume, sign_S, folds, is_known=is_tested)
+    else:
+        answer = _alone(model, volume, folds)
     raw = answer.age
     if not math.isfinite(raw):
         raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
@@ -367,8 +384,20 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
         seen_in_training=seen,
         outside_age_range=not youngest <= known_age <= oldest,
         unusual_mask=volume.mask_source not in model.mask_sources,
+        **_compared(model, sign_S),
+        brain_age_recalibrated=math.nan if model.recalibration is None else model.recalibration.applied(raw),
         unlike_t1=not looks_like_t1(volume.t1_XYZ, volume.mask_XYZ, model.preprocessing.spacing_mm),
     )
+
+
+def _compared(model: BrainAgeModel, sign_S: Double) -> dict[str, Any]:
+    """How far the scan is from the training scans, and what is odd about it."""
+    if model.likeness is None:
+        return {}
+    return {
+        "distance": model.likeness.distance(sign_S),
+        "unlike_training": "; ".join(model.likeness.oddities(sign_S)),
+    }
 
 
 def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
@@ -384,3 +413,22 @@ def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[
         "brain_age_calibrated": float(np.mean([line.pooled([age])[0] for line, age in lines])),
         "brain_age_calibrated_sex": float(np.mean([line.by_sex([age], [scan.sex])[0] for line, age in lines])),
     }
+
+
+def recalibrated(model: BrainAgeModel, scans: Sequence[Scan], *, where: str = "", workers: int = 0) -> BrainAgeModel:
+    """The model with the line of these people of another site, of whom it must have learnt from none.
+
+    A person counts once, with the first scan; scans without an age or a prediction, or unlike the training scans, are
+    left out.
+    """
+    if known := [scan.participant_id for scan in scans if model.parts_of(scan.participant_id)]:
+        raise UserError(
+            f"{len(known)} of these people were in the training set, {known[0]} for one: recalibrate with other people"
+        )
+    rows = [row for row in predict(model, scans, workers=workers) if not row.problem and not row.unlike_training]
+    first: dict[str, Prediction] = {}
+    for row in rows:
+        if not math.isnan(row.age):
+            first.setdefault(row.participant_id, row)
+    ages, predicted = zip(*((row.age, row.brain_age) for row in first.values()), strict=True) if first else ((), ())
+    return replace(model, recalibration=Recalibration.fit(ages, predicted, where=where))

@@ -22,8 +22,9 @@ from ermoe.brain.data.quality import examine
 from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
-from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, measured, residuals, start
-from ermoe.brain.measures import Double
+from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
+from ermoe.brain.likeness import Likeness
+from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import BrainRecipe, recipe
@@ -39,6 +40,8 @@ from ermoe.train.settings import changed
 
 _FEW_PEOPLE = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
+_ENOUGH_AT_A_SITE = 15
+"""People of a site from which on it counts: with two such sites, sites are left out by default."""
 _SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
 
 
@@ -68,7 +71,8 @@ def train(
         preset: a name of `ermoe.brain.recipes.PRESETS`, or a recipe of your own.
         method: one of `ermoe.brain.recipes.METHODS`; by default the recipe's own, of a preset "ermoe".
         init: "random"; "phantom", to learn a synthetic cohort first; or another brain-age model.
-        split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" is k-fold below 200 people, else holdout.
+        split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" leaves sites out where there are two or more of 15
+            people at least, and is k-fold below 200 people, else holdout.
         folds, fold_seed: of k-fold; ``fold_seed`` also shuffles the others.
         calibration_fit: "held-out", or "train" as in the paper.
         cohort_options: how the table is read.
@@ -114,6 +118,7 @@ class _Learnt:
     outputs: Outputs
     networks: Mapping[str, torch.nn.Module]
     ridges: Mapping[str, Ridge]
+    likeness: Likeness
     mask_sources: tuple[str, ...]
 
 
@@ -131,7 +136,8 @@ def _learn_all(
     volumes = archive.volumes(chosen.preprocessing)
     mask_sources = _prepare(volumes, scans, compute)
     everybody = ScanSet(volumes, scans, chosen.input)
-    measure_NF = measured(volumes, scans) if chosen.has_ridge else None
+    sign_NS = looked_at(volumes, scans)
+    measure_NF = sign_NS[:, : len(MEASURES)] if chosen.has_ridge else None
     ridges, networks, outputs = {}, {}, []
     for fold, name in enumerate(splits.fold_names):
         own = _Fold(chosen, head, everybody, splits, fold, init)
@@ -146,7 +152,7 @@ def _learn_all(
     if measure_NF is not None:
         ages, widths = zip(*((own.ages(measure_NF), own.width(measure_NF)) for own in ridges.values()), strict=True)
         results = replace(results, ridge_FN=torch.tensor(np.array(ages)), width_FN=torch.tensor(np.array(widths)))
-    return _Learnt(results, networks, ridges, mask_sources)
+    return _Learnt(results, networks, ridges, Likeness.fit(sign_NS), mask_sources)
 
 
 def _as_begun(run: RunFolder, chosen: BrainRecipe) -> BrainRecipe:
@@ -262,7 +268,7 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     if kind not in _SPLITS:
         raise UserError(f"split={kind!r}: use one of {', '.join(_SPLITS)}")
     people = len({scan.participant_id for scan in scans})
-    if kind == "leave-site-out":
+    if kind == "leave-site-out" or (kind == "auto" and _has_sites(scans)):
         splits = leave_site_out(scans)
     elif kind == "holdout" or (kind == "auto" and people >= _FEW_PEOPLE):
         splits = holdout(scans, seed)
@@ -271,6 +277,15 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     splits.check(scans)
     splits.save(path)
     return splits
+
+
+def _has_sites(scans: Sequence[Scan]) -> bool:
+    """Whether everybody is of one site, and all of at least two sites have people enough to be left out."""
+    sites: dict[str | None, set[str]] = {}
+    for scan in scans:
+        sites.setdefault(scan.site, set()).add(scan.participant_id)
+    is_one_each = sum(map(len, sites.values())) == len({scan.participant_id for scan in scans})
+    return len(sites) >= 2 and None not in sites and is_one_each and min(map(len, sites.values())) >= _ENOUGH_AT_A_SITE
 
 
 def _prepare(volumes: VolumeCache, scans: Sequence[Scan], compute: Compute) -> tuple[str, ...]:
@@ -317,6 +332,7 @@ def _model(learnt: _Learnt, chosen: BrainRecipe, calibration_fit: str, data: str
         temperature=new.temperature,
         facts=facts,
         ridges=learnt.ridges,
+        likeness=learnt.likeness,
         blend=new.blend,
         blend_of_fold={fold: own.blend for fold, own in known.items()},
     )

@@ -24,7 +24,7 @@ from ermoe.brain.data.scans import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
-from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
+from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict, recalibrated
 from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
@@ -233,6 +233,26 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert bids_errors(tmp_path) == []
 
 
+def test_a_model_is_recalibrated_by_people_it_does_not_know(finished, cohort_root, tmp_path, capsys):
+    model, scans = BrainAgeModel.load(finished), open_cohort(cohort_root).scans
+    strangers = [dataclasses.replace(scan, participant_id=f"sub-x{n}") for n, scan in enumerate(scans[:6])]
+    own = recalibrated(model, strangers, where="group=control")
+    own.save(tmp_path / "new")
+    again = BrainAgeModel.load(tmp_path / "new")
+    assert again.recalibration == own.recalibration
+    assert "recalibrated on 6 people (group=control)" in own.recalibration.in_words()
+    rows = list(predict(again, strangers))
+    mean = np.mean([row.brain_age_recalibrated - row.age for row in rows])
+    assert mean == pytest.approx(0, abs=1e-6)
+    assert rows[0].brain_age == next(predict(model, strangers[:1])).brain_age  # raw stays raw
+    with pytest.raises(UserError, match="were in the training set"):
+        recalibrated(model, scans)
+    assert main(["brain", "recalibrate", str(finished), str(cohort_root), "--out", str(tmp_path / "new")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(UserError, match="recalibrating needs 5"):
+        recalibrated(model, strangers[:3])
+
+
 def test_simple_estimates_stand_beside_the_network(finished, cache):
     evaluation = Evaluation.read(finished, cache=cache)
     assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
@@ -379,4 +399,4 @@ def test_prediction_waits_for_no_library_it_does_not_use():
 def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["train", "predict", "report", "doctor", "synthesize", "demo"]
+    assert done.stdout.split() == ["train", "predict", "recalibrate", "report", "doctor", "synthesize", "demo"]

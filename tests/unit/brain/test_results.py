@@ -11,6 +11,7 @@ from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import by_label, labels, mean_age, over_folds
 from ermoe.brain.metrics import retest
 from ermoe.brain.results import MIDDLE, Outputs, for_new_people, held_out
+from ermoe.brain.run import _splits
 from ermoe.errors import UserError
 from support.tiny_brains import people
 
@@ -157,6 +158,15 @@ def test_simple_estimates_learn_from_training_people_alone():
     by_batch = over_folds(by_label(found_labels["batch"]), scans, splits)
     others = [n for n in range(24) if n % 4 != 0 and scans[n].columns["batch"] == scans[0].columns["batch"]]
     assert by_batch[0] == pytest.approx(age[others].mean())
+
+
+def test_sites_are_left_out_by_default_where_they_are_large_enough(tmp_path):
+    few, enough = people(28), people(30)
+    assert _splits(tmp_path / "few.tsv", few, "auto", 5, 0).kind == "k-fold"
+    assert _splits(tmp_path / "enough.tsv", enough, "auto", 5, 0).fold_names == ("site-a", "site-b")
+    assert _splits(tmp_path / "asked.tsv", enough, "k-fold", 5, 0).kind == "k-fold"
+    unknown = [dataclasses.replace(enough[0], site=None), *enough[1:]]
+    assert _splits(tmp_path / "unknown.tsv", unknown, "auto", 5, 0).kind == "k-fold"
 
 
 def test_retest_is_a_one_way_analysis_of_variance():

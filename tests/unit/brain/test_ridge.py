@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from ermoe.brain.measures import MEASURES, measures_of, tissues_of
+from ermoe.brain.measures import MEASURES, measures_among, tissues_of
 from ermoe.brain.ridge import Ridge, left_out
 from ermoe.errors import UserError
 from support.tiny_brains import BRIGHTNESS, tissue_maps
@@ -22,6 +22,10 @@ def brain(age=60.0, *, seed=0):
     noise = np.random.default_rng(seed).normal(0, 0.03, mask.shape)
     t1 = sum(value * share for value, share in zip(BRIGHTNESS, tissue, strict=True)) + noise
     return SimpleNamespace(t1_XYZ=np.where(mask, t1, 0).astype(np.float32), mask_XYZ=mask, tissue=tissue)
+
+
+def measures_of(own, spacing):
+    return measures_among(tissues_of(own.t1_XYZ, own.mask_XYZ, spacing), spacing)
 
 
 def test_tissues_are_told_apart_whatever_the_scale_and_the_shading():

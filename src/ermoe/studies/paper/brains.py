@@ -69,6 +69,7 @@ def trained(setup: Setup, method: str, seed: int) -> Path:
             folder,
             preset=preset,
             method=method,
+            split="holdout" if setup.is_full else "k-fold",
             folds=3 if preset == "tiny" else 5,
             cache=setup.work / "volumes",
             check=False,
