@@ -57,6 +57,7 @@ _SHRUNK = 0.5
 _LEAST_SPREAD = 0.02  # of a sign's own size: people of one scanner may agree by chance
 _USUAL = 0.95
 _PARTS = 20
+_ANOTHER_SCANNER = 2.0  # times the usual distance
 _FAR = 3.0  # times the usual distance of training scans
 
 
@@ -167,8 +168,11 @@ class Likeness:
         return float(np.sqrt(z_S @ np.array(self.inverse) @ z_S / len(z_S)) / self.usual)
 
     def widening(self, sign_S: Double) -> float:
-        """By how much intervals widen: not at all for what is usual, in proportion beyond it."""
-        return max(1.0, self.distance(sign_S))
+        """By how much intervals widen: not at all up to the distance of another scanner, in proportion beyond it.
+
+        The leverage of a ridge, which is in every interval, has widened it for the measures already.
+        """
+        return max(1.0, self.distance(sign_S) / _ANOTHER_SCANNER)
 
     def oddities(self, sign_S: Double) -> list[str]:
         """Why the scan is not to be trusted, in words; nothing if it is like those in training."""
