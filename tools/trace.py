@@ -26,7 +26,7 @@ import ermoe
 from ermoe.cli.main import main
 
 ROOT = Path(ermoe.__file__).parent
-MOST_FILES, MOST_REENTRIES = 20, 4
+MOST_FILES, MOST_REENTRIES = 23, 4
 LEFT_OUT = ("nn", "errors.py", "train/lock.py", "models/weights/stored.py")
 
 

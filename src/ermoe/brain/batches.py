@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,6 +62,7 @@ class ScanSet:
         variants: augmented inputs of each scan, or one plain input, that are kept in files beside the prepared volumes
             and drawn from; 0 makes them anew every time. All folds, seeds and methods share what is kept, because on a
             few cores making it costs more than learning.
+        told: what to learn in place of ages, by scan; see `ermoe.brain.learning.residuals`.
         swapped: wrong names for the tissues, to see whether experts follow them: the tissue to show in place of each.
     """
 
@@ -72,6 +73,7 @@ class ScanSet:
     augmentation: VolumeAugmentation | None = None
     seed: int = 0
     variants: int = 0
+    told: Mapping[str, float] | None = None
     swapped: tuple[int, int, int] | None = None
 
     is_in_memory: ClassVar[bool] = False
@@ -80,8 +82,8 @@ class ScanSet:
         return len(self.scans) * (len(TISSUES) if self.regions else 1)
 
     def ages(self) -> Tensor:
-        """Of every scan, NaN where there is none."""
-        return torch.tensor([_age(scan) for scan in self.scans])
+        """Of every scan, or what is to be learnt in their place; NaN where there is none."""
+        return torch.tensor([self._age(scan) for scan in self.scans])
 
     def read(self, index_B: Indices, epoch: int = 0) -> VolumeBatch:
         """The volumes at some indices; indices beyond the number of volumes go round again, augmented differently."""
@@ -99,7 +101,12 @@ class ScanSet:
         scan = self.scans[number]
         shown = None if not self.regions else region if self.swapped is None else self.swapped[region]
         take = self._kept if self.variants else self._made
-        return (*take(scan, shown, (self.seed, epoch, index)), _age(scan), region)
+        return (*take(scan, shown, (self.seed, epoch, index)), self._age(scan), region)
+
+    def _age(self, scan: Scan) -> float:
+        if self.told is not None:
+            return self.told[scan.key]
+        return float("nan") if scan.age is None else scan.age
 
     def _made(self, scan: Scan, region: int | None, drawn: _Drawn) -> tuple[Tensor, Tensor]:
         """One tissue alone, or the whole brain, augmented; and its mask."""
@@ -142,10 +149,6 @@ def every_scan(volumes: ScanSet, compute: Compute | None = None, *, batch_size: 
     compute = Compute() if compute is None else compute
     alone = Compute(Processes(device=compute.device), workers=compute.workers)
     return Loader(volumes, batch_size=batch_size, compute=alone)
-
-
-def _age(scan: Scan) -> float:
-    return float("nan") if scan.age is None else scan.age
 
 
 def augmented(

@@ -68,7 +68,8 @@ class Train:
     init: str = "random"
     """random; phantom, to learn a synthetic cohort first (made once, kept in the cache); or another brain-age model."""
     split: Literal["auto", "k-fold", "holdout", "leave-site-out"] = "auto"
-    """auto is k-fold below 200 people, else holdout (8:1:1). Always by person."""
+    """auto leaves sites out if there are two or more of at least 15 people; else it is k-fold below 200 people, and
+    holdout (8:1:1) from there. Always by person."""
     folds: int = 5
     """Of k-fold."""
     fold_seed: int = 0
@@ -154,6 +155,8 @@ class Predict:
             raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
         with self.machine.started(console) as compute:
             model = BrainAgeModel.load(self.model, compute.device)
+            if model.recalibration is not None:
+                say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)
@@ -162,12 +165,44 @@ class Predict:
                 say(console, _line(row))
                 rows.append(row)
         failed = sum(bool(row.problem) for row in rows)
-        say(console, f"{len(rows) - failed} of {len(rows)} scans predicted")
+        say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
         if self.out is not None:
             _write(rows, self.out, self.model)
             say(console, f"written: {self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrate:
+    """A model for another site: intercept and slope from people of known age scanned there, as a model of its own."""
+
+    model: Annotated[Path, _Word, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, or the model folder in it."""
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="PEOPLE")]
+    """People of the site whom the model has not learnt from: a BIDS root, or a table with their ages."""
+    out: Path
+    """Folder of the new model; the old one stays as it is."""
+    cohort: CohortOptions = field(default_factory=CohortOptions)
+    machine: Machine = field(default_factory=_few_cores)
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.brain.data.cohort import open_cohort
+        from ermoe.brain.model import BrainAgeModel, recalibrated
+
+        if self.out.exists():
+            raise UserError(f"--out {self.out} is there already: name a new folder")
+        with self.machine.started(console) as compute:
+            cohort = open_cohort(self.data, self.cohort)
+            for note in cohort.notes:
+                say(console, note)
+            old = BrainAgeModel.load(self.model, compute.device)
+            where = " ".join(self.cohort.where)
+            new = recalibrated(old, cohort.with_age, where=where, workers=compute.workers)
+        assert new.recalibration is not None
+        new.save(self.out)
+        say(console, new.recalibration.in_words())
+        say(console, f"written: {self.out}\nnext: ermoe brain predict {self.out} SCANS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +349,7 @@ class Demo:
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "predict": Predict,
+    "recalibrate": Recalibrate,
     "report": Report,
     "doctor": Doctor,
     "synthesize": Synthesize,
@@ -340,10 +376,21 @@ def _line(row: Prediction) -> str:
         "seen in training": row.seen_in_training,
         "outside the training ages": row.outside_age_range,
         f"mask from {row.mask_source}, unlike training": row.unusual_mask,
+        f"unlike the training scans: {row.unlike_training}": bool(row.unlike_training),
         "not like a T1: hardly brighter inside the brain than at its surface": row.unlike_t1,
     }
     said = "; ".join(text for text, is_set in flags.items() if is_set)
     return f"{name}: {row.brain_age:.1f} years{interval}" + (f" ({said})" if said else "")
+
+
+def _all_alike(rows: list[Prediction]) -> str:
+    """A clause that says within how many years all answers lie, if there are some, and how many are flagged."""
+    ages = [row.brain_age for row in rows if not row.problem]
+    if len(ages) < 2:
+        return ""
+    odd = sum(bool(row.unlike_training) for row in rows)
+    flagged = f"; {odd} unlike the training scans, flagged" if odd else ""
+    return f"; all {len(ages)} predictions lie within {max(ages) - min(ages):.1f} years{flagged}"
 
 
 def _write(rows: list[Prediction], out: Path, model: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,12 @@ from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort, state_of
 from ermoe.brain.data.scans import CohortOptions, Scan
 from ermoe.brain.data.splits import Splits
+from ermoe.brain.learning import looked_at
+from ermoe.brain.measures import MEASURES
 from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
+from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json, read_json
 from ermoe.train.run_folder import read_lines
@@ -104,15 +107,41 @@ class Evaluation:
 
     @cached_property
     def estimates(self) -> dict[str, Array]:
-        """Predictions by name: the method first, then what needs no network."""
+        """Predictions by name: the method first, then what needs no network.
+
+        "ridge" is the linear estimate on measures of the scan; "ridge + whole network" believes all the network adds;
+        "ridge inside batch" was fitted on the training people of the same batch alone, where these are enough.
+        """
         found = {self.method: self.held_out.raw_N}
-        methods: dict[str, Estimate] = {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
+        if self.outputs.ridge_FN is not None and self.model.networks:
+            found["ridge"] = self._as_tested(self.outputs.by_ridge)
+            found["ridge + whole network"] = self._as_tested(self.outputs.predicted)
+        methods: dict[str, Estimate] = {}
+        measure = {scan.key: row for scan, row in zip(self.outputs.scans, self.measures, strict=True)}
+        if self.outputs.ridge_FN is None:
+            methods["ridge"] = by_ridge(measure)
+        for name, label in labels(self.outputs.scans).items():
+            methods[f"ridge inside {name}"] = inside(label, by_ridge(measure))
+        methods |= {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
         methods["predict the mean"] = mean_age
         methods |= {f"{name} only": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
             everybody = over_folds(estimate, self.outputs.scans, self.outputs.splits)
             found[name] = everybody[self.held_out.row_N]
         return found
+
+    @cached_property
+    def measures(self) -> Array:
+        """Of all scans of the run, (N, F)."""
+        return looked_at(self.cache, self.outputs.scans)[:, : len(MEASURES)]
+
+    def _as_tested(self, predicted: Callable[[int, NDArray[np.int64]], Array]) -> Array:
+        """What certain predictions of folds are for the people they test, in the order of `held_out`."""
+        found = np.full((self.outputs.splits.num_folds, len(self.outputs.scans)), np.nan)
+        for fold in self.outputs.tested():
+            rows = self.outputs.rows(fold, "test")
+            found[fold, rows] = predicted(fold, rows)
+        return mean_of_known(found)[self.held_out.row_N]
 
     @cached_property
     def levels(self) -> dict[str, NDArray[np.bool_]]:
@@ -201,6 +230,32 @@ def by_label(label: Callable[[Scan], str | None]) -> Estimate:
         return [_mean(own.get(label(scan)) or train) for scan in test]
 
     return estimate
+
+
+def by_ridge(measure: Mapping[str, Array]) -> Estimate:
+    """Ridge regression on the measures of scans, by their keys."""
+
+    def estimate(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:
+        rows, ages = np.array([measure[scan.key] for scan in train]), np.array([scan.age for scan in train], float)
+        ridge = Ridge.fit(rows, ages, [scan.participant_id for scan in train])
+        return [float(age) for age in ridge.ages([measure[scan.key] for scan in test])]
+
+    return estimate
+
+
+def inside(label: Callable[[Scan], str | None], estimate: Estimate) -> Estimate:
+    """An estimate fitted on the training people of the same label; on all of them where those are too few."""
+
+    def found(train: Sequence[Scan], test: Sequence[Scan]) -> list[float]:
+        ages: dict[str, float] = {}
+        for level in dict.fromkeys(map(label, test)):
+            own = [scan for scan in train if label(scan) == level]
+            asked = [scan for scan in test if label(scan) == level]
+            enough = level is not None and len({scan.participant_id for scan in own}) >= _SMALLEST_LEVEL
+            ages |= zip([scan.key for scan in asked], estimate(own if enough else train, asked), strict=True)
+        return [ages[scan.key] for scan in test]
+
+    return found
 
 
 def _tissue_ridge(cache: VolumeCache) -> Estimate:

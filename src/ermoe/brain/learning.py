@@ -10,20 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, every_scan
-from ermoe.brain.data.cache import Archive
+from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
-from ermoe.brain.data.scans import Scan
+from ermoe.brain.data.scans import Scan, ScanError
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
+from ermoe.brain.likeness import signs_of
+from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, BrainRecipe, reduction
 from ermoe.brain.regions import point_prototypes
+from ermoe.brain.results import MIDDLE
+from ermoe.brain.ridge import Ridge, left_out
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.errors import UserError
@@ -37,11 +42,11 @@ from ermoe.train.run_folder import RunFolder
 
 
 def age_head(recipe: BrainRecipe, ages: Iterable[float]) -> AgeHead:
-    """The head for people of these ages: bins reach five years beyond them, and over the phantoms' range."""
-    known = [*ages, *recipe.phantoms.ages]
+    """The head: bins of 0 to 100 years for everybody; without a range, five years beyond these ages and phantoms'."""
+    known = [*ages, *recipe.phantoms.ages] if recipe.ages is None else recipe.ages
     if recipe.head == "regression":
         return AgeRegression(mean=sum(known) / len(known), scale=max(1.0, (max(known) - min(known)) / 4))
-    low, high = 5 * math.floor((min(known) - 5) / 5), 5 * math.ceil((max(known) + 5) / 5)
+    low, high = recipe.ages or (5 * math.floor((min(known) - 5) / 5), 5 * math.ceil((max(known) + 5) / 5))
     if recipe.head == "bins-l1":
         return AgeBins(low, high, recipe.step, labels="hard", l1=recipe.l1 or 0.1)
     return AgeBins(low, high, recipe.step, sigma=recipe.sigma, l1=recipe.l1)
@@ -72,6 +77,34 @@ def _dense(recipe: BrainRecipe, num_outputs: int) -> nn.Module:
     coarser = reduction(recipe.input)
     volume_size = [math.ceil(edge / coarser) for edge in recipe.preprocessing.shape]
     return ViT3D(volume_size, **common, **{**recipe.size, "patch_size": recipe.patch_size // coarser})
+
+
+def looked_at(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
+    """`SIGNS` of all scans, (N, S), of which the first are `MEASURES`; `ScanError` if one shows no tissues."""
+    rows = []
+    for scan in scans:
+        try:
+            rows.append(signs_of(volumes.volume(scan), volumes.preprocessing.spacing_mm))
+        except ScanError:
+            raise
+        except UserError as problem:
+            raise scan.unusable(f"cannot be measured ({problem})", "look at the scan and its mask") from problem
+    return np.array(rows)
+
+
+def residuals(ridge: Ridge, measure_NF: Double, scans: Sequence[Scan], learners: Sequence[bool]) -> dict[str, float]:
+    """What a network is to learn of each scan: the age minus what a ridge says without having seen it, around `MIDDLE`.
+
+    ``learners`` are those the ridge was fitted on; ridges fitted without them predict them, since its own residuals are
+    too small, and a network that learnt those would believe too little.
+    """
+    learner_N, people = np.array(learners), [scan.participant_id for scan in scans]
+    age_N = np.array([np.nan if scan.age is None else scan.age for scan in scans])
+    said_N = ridge.ages(measure_NF)
+    taught = [who for who, is_one in zip(people, learners, strict=True) if is_one]
+    said_N[learner_N] = left_out(measure_NF[learner_N], age_N[learner_N], taught, ridge.strength)
+    told_N = MIDDLE + age_N - said_N
+    return {scan.key: float(value) for scan, value in zip(scans, told_N, strict=True)}
 
 
 def learn_regions(recipe: BrainRecipe, lesson: Lesson, folder: Path, compute: Compute) -> nn.Module:
@@ -136,6 +169,10 @@ def _learn_phantoms(recipe: BrainRecipe, head: AgeHead, folder: Path, archive: A
         seed=seed,
         variants=phantoms.variants if recipe.variants else 0,
     )
+    if recipe.has_ridge:
+        measure_NF, people = looked_at(whole.cache, scans)[:, : len(MEASURES)], [scan.participant_id for scan in scans]
+        ridge = Ridge.fit(measure_NF, whole.ages().numpy(), people)
+        whole = replace(whole, told=residuals(ridge, measure_NF, scans, [True] * len(scans)))
     network = start(recipe, head, "random", archive, compute, whole.ages())
     if recipe.has_experts and recipe.warm_start_epochs:
         regions = Lesson(network, head, replace(whole, regions=True))

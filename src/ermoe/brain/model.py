@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,11 @@ from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
 from ermoe.brain.inputs import network_input, voxels
+from ermoe.brain.likeness import Likeness, signs_of
+from ermoe.brain.measures import MEASURES, Double
+from ermoe.brain.recalibration import Recalibration
+from ermoe.brain.results import MIDDLE, Blend
+from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
 from ermoe.files import LARGEST_TEXT, Json, from_json, is_plain_name, read_object, to_json, write_json
 from ermoe.models.io import load, save
@@ -35,7 +40,8 @@ from ermoe.train.run_folder import RunFolder
 _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
 _DESCRIPTION = "brain_age.json"
-_FORMAT = 3
+_FORMAT = 4
+_READABLE = (3, 4)  # 3: networks that learnt ages, without ridges
 _AGAIN = "train the model again, or copy it again"
 
 
@@ -57,6 +63,11 @@ class BrainAgeModel:
         calibration_of_fold: the same for people whom a fold tests, fitted without their ages.
         temperature: τ of intervals, fitted to held-out people.
         facts: for the model card: how many people, from where, with which result.
+        ridges: the linear estimate of each fold, by its name, to which networks add; none where they learnt ages.
+        recalibration: of people of another site, None unless `ermoe brain recalibrate` made the model.
+        likeness: what the training scans are like, None in models that did not ask.
+        blend: how much networks are believed, and how wide intervals are, for new people.
+        blend_of_fold: the same for people whom a fold tests, told without their ages.
     """
 
     networks: Mapping[str, nn.Module]
@@ -71,11 +82,21 @@ class BrainAgeModel:
     calibration_of_fold: Mapping[str, AgeCalibration | None]
     temperature: float
     facts: Mapping[str, Any]
+    ridges: Mapping[str, Ridge] = field(default_factory=dict)
+    likeness: Likeness | None = None
+    recalibration: Recalibration | None = None
+    blend: Blend = field(default_factory=Blend)
+    blend_of_fold: Mapping[str, Blend] = field(default_factory=dict)
+
+    @property
+    def folds(self) -> list[str]:
+        """Their names."""
+        return list(self.ridges or self.networks)
 
     def parts_of(self, participant_id: str) -> dict[str, str]:
         """A person's part in each fold, by its name; nothing for people who were not in the training set."""
         parts = self.parts.get(hashed_id(participant_id))
-        return {} if parts is None else dict(zip(self.networks, parts, strict=True))
+        return {} if parts is None else dict(zip(self.folds, parts, strict=True))
 
     def folds_for(self, participant_id: str) -> tuple[list[str], bool]:
         """The folds that may judge a person, and whether the person was seen by some of the others.
@@ -84,12 +105,12 @@ class BrainAgeModel:
         """
         parts = self.parts_of(participant_id)
         unseen = [name for name, part in parts.items() if part == "test"]
-        return unseen or list(self.networks), len(unseen) < len(parts)
+        return unseen or self.folds, len(unseen) < len(parts)
 
     def fold_without(self, people: Sequence[str]) -> str:
         """The first fold whose network has learnt from none of these people; `UserError` if there is none."""
         known = {person: parts for person in people if (parts := self.parts_of(person))}
-        learnt = {fold: [who for who, parts in known.items() if parts[fold] != "test"] for fold in self.networks}
+        learnt = {fold: [who for who, parts in known.items() if parts[fold] != "test"] for fold in self.folds}
         best = min(learnt, key=lambda fold: len(learnt[fold]))
         if fewest := learnt[best]:
             shown = ", ".join(fewest[:5]) + (", …" if len(fewest) > 5 else "")
@@ -125,7 +146,7 @@ class BrainAgeModel:
         for name, network in self.networks.items():
             save(network, folder / name)
         plain = {field.name: to_json(getattr(self, field.name)) for field in fields(self) if field.name != "networks"}
-        description = {"format": _FORMAT, "ermoe_version": __version__, "folds": list(self.networks), **plain}
+        description = {"format": _FORMAT, "ermoe_version": __version__, "folds": self.folds, **plain}
         description["calibration"] = _lines(self.calibration)
         description["calibration_of_fold"] = {fold: _lines(own) for fold, own in self.calibration_of_fold.items()}
         write_json(folder / _DESCRIPTION, description)
@@ -140,16 +161,19 @@ class BrainAgeModel:
         folds = stored.pop("folds", None)
         if not isinstance(folds, list) or not folds or not all(map(is_plain_name, folds)):
             raise UserError(f"{source} names no folds in this folder: {_AGAIN}")
-        networks = {name: load(folder / name, device=device).eval() for name in folds}
+        is_linear = stored.get("ridges") and not any((folder / name).is_dir() for name in folds)
+        networks = {} if is_linear else {name: load(folder / name, device=device).eval() for name in folds}
         try:
-            return cls._described(stored, networks, str(source))
+            return cls._described(stored, networks, folds, str(source))
         except UserError:
             raise
         except Exception as problem:  # whatever its parts make of values that they did not expect
             raise UserError(f"{source} is damaged ({type(problem).__name__}: {problem}); {_AGAIN}") from problem
 
     @classmethod
-    def _described(cls, stored: Json, networks: Mapping[str, nn.Module], source: str) -> BrainAgeModel:
+    def _described(
+        cls, stored: Json, networks: Mapping[str, nn.Module], folds: list[str], source: str
+    ) -> BrainAgeModel:
         """The model of a description and its networks."""
         for name in ("format", "ermoe_version"):
             del stored[name]
@@ -160,8 +184,10 @@ class BrainAgeModel:
         outputs = {name: int(getattr(network, "num_classes", 0)) for name, network in networks.items()}
         if odd := [name for name, number in outputs.items() if number != model.head.num_outputs]:
             raise UserError(f"{source} reads {model.head.num_outputs} outputs, and {odd[0]} has others: {_AGAIN}")
-        if any(len(parts) != len(networks) for parts in model.parts.values()):
-            raise UserError(f"{source} lists people without a part in each of its {len(networks)} folds: {_AGAIN}")
+        if any(len(parts) != len(folds) for parts in model.parts.values()):
+            raise UserError(f"{source} lists people without a part in each of its {len(folds)} folds: {_AGAIN}")
+        if model.folds != folds or (model.ridges and set(model.blend_of_fold) != set(folds)):
+            raise UserError(f"{source} has no ridge for each of its {len(folds)} folds: {_AGAIN}")
         return model
 
 
@@ -178,7 +204,7 @@ def _read(path: Path) -> Json:
     if not path.is_file():
         raise UserError(f"{path.parent} holds no brain-age model: name a run of `ermoe brain train` that is finished")
     description = read_object(path, _AGAIN, limit=LARGEST_TEXT)  # people are listed in it
-    if description.get("format") != _FORMAT:
+    if description.get("format") not in _READABLE:
         raise UserError(f"{path} has format {description.get('format')}, this version reads {_FORMAT}: train it again")
     return description
 
@@ -203,7 +229,9 @@ class Prediction:
     """Chronological, if the table has one."""
     sex: str | None
     brain_age: float = math.nan
-    """Raw: the mean over folds of the expectation."""
+    """Raw: the mean over folds."""
+    brain_age_ridge: float = math.nan
+    """By the ridge alone."""
     brain_age_low: float = math.nan
     brain_age_high: float = math.nan
     """Limits of the 90 % interval."""
@@ -211,6 +239,8 @@ class Prediction:
     """By the pooled line of held-out people; needs no age."""
     brain_age_calibrated_sex: float = math.nan
     """By the line of the scan's sex."""
+    brain_age_recalibrated: float = math.nan
+    """By the line of people of another site, in models that have one."""
     gap: float = math.nan
     """Raw brain age minus age."""
     fold_sd: float = math.nan
@@ -223,6 +253,10 @@ class Prediction:
     """Age, or where it is unknown brain age, outside of those in training."""
     unusual_mask: bool = False
     """No training scan had its mask from this source."""
+    distance: float = math.nan
+    """From the training scans: 1 is as far as one of them in twenty; intervals widen with it."""
+    unlike_training: str = ""
+    """What is odd about the scan, in words: it may be no T1 of an adult's whole, upright brain."""
     unlike_t1: bool = False
     """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
     problem: str = ""
@@ -277,33 +311,93 @@ def _attempt(scan: Scan, work: Callable[[], Result]) -> Result | str:
         return f"{scan.key}: {scan.t1} failed ({type(reason).__name__}: {reason})"
 
 
-def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
-    folds, seen = model.folds_for(scan.participant_id)
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the folds say of one scan, each by itself, and together."""
+
+    age_F: Tensor
+    low: float
+    high: float
+    ridge: float = math.nan
+
+    @property
+    def age(self) -> float:
+        return float(self.age_F.mean())
+
+
+def _by_networks(model: BrainAgeModel, volume: Volume, folds: Sequence[str]) -> Tensor:
+    """Raw outputs of the folds' networks, (F, 1, K)."""
     seen_CXYZ, mask_XYZ = network_input(model.input, *voxels(volume))
-    output_FBK = model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
-    raw = float(model.ages(output_FBK)[0])
-    if not math.isfinite(raw):
-        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
-    single_F = torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK])
+    return model.outputs(seen_CXYZ.unsqueeze(0), mask_XYZ.unsqueeze(0), folds)
+
+
+def _alone(model: BrainAgeModel, volume: Volume, folds: Sequence[str]) -> _Answer:
+    """By networks that learnt ages."""
+    output_FBK = _by_networks(model, volume, folds)
     limits_B2 = model.intervals(output_FBK)
     low, high = (math.nan, math.nan) if limits_B2 is None else limits_B2[0].tolist()
+    return _Answer(torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK]), low, high)
+
+
+def _blended(model: BrainAgeModel, volume: Volume, sign_S: Double, folds: Sequence[str], *, is_known: bool) -> _Answer:
+    """By ridges and what networks, so far as they are believed, add to them: ridge + worth · (network − 50)."""
+    measure_F = sign_S[: len(MEASURES)]
+    blends = [model.blend_of_fold[fold] if is_known else model.blend for fold in folds]
+    ridge_F, width_F = (
+        torch.tensor([float(take(model.ridges[fold])) for fold in folds])
+        for take in (lambda ridge: ridge.ages([measure_F])[0], lambda ridge: ridge.width([measure_F])[0])
+    )
+    age_F = ridge_F.clone()
+    if model.networks and any(own.worth for own in blends):
+        added_F = torch.stack([model.head.age(own)[0] for own in _by_networks(model, volume, folds)]) - MIDDLE
+        age_F += torch.tensor([own.worth for own in blends]) * added_F
+    reach = float((torch.tensor([own.spread for own in blends]) * width_F).mean())
+    reach *= 1.0 if model.likeness is None else model.likeness.widening(sign_S)
+    age = float(age_F.mean())
+    return _Answer(age_F, age - reach, age + reach, float(ridge_F.mean()))
+
+
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
+    folds, seen = model.folds_for(scan.participant_id)
+    is_tested = "test" in model.parts_of(scan.participant_id).values()
+    sign_S = signs_of(volume, model.preprocessing.spacing_mm) if model.likeness is not None else np.zeros(0)
+    if model.ridges:
+        answer = _blended(model, volume, sign_S, folds, is_known=is_tested)
+    else:
+        answer = _alone(model, volume, folds)
+    raw = answer.age
+    if not math.isfinite(raw):
+        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
     youngest, oldest = model.age_range
     known_age = raw if scan.age is None else scan.age
     return Prediction.of(
         scan,
         brain_age=raw,
-        brain_age_low=low,
-        brain_age_high=high,
-        **_calibrated(model, scan, raw, dict(zip(folds, single_F.tolist(), strict=True))),
+        brain_age_ridge=answer.ridge,
+        brain_age_low=answer.low,
+        brain_age_high=answer.high,
+        **_calibrated(model, scan, raw, dict(zip(folds, answer.age_F.tolist(), strict=True))),
         gap=math.nan if scan.age is None else raw - scan.age,
-        fold_sd=float(single_F.std(unbiased=False)),
+        fold_sd=float(answer.age_F.std(unbiased=False)),
         num_folds=len(folds),
         mask_source=volume.mask_source,
         seen_in_training=seen,
         outside_age_range=not youngest <= known_age <= oldest,
         unusual_mask=volume.mask_source not in model.mask_sources,
+        **_compared(model, sign_S),
+        brain_age_recalibrated=math.nan if model.recalibration is None else model.recalibration.applied(raw),
         unlike_t1=not looks_like_t1(volume.t1_XYZ, volume.mask_XYZ, model.preprocessing.spacing_mm),
     )
+
+
+def _compared(model: BrainAgeModel, sign_S: Double) -> dict[str, Any]:
+    """How far the scan is from the training scans, and what is odd about it."""
+    if model.likeness is None:
+        return {}
+    return {
+        "distance": model.likeness.distance(sign_S),
+        "unlike_training": "; ".join(model.likeness.oddities(sign_S)),
+    }
 
 
 def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[str, float]) -> dict[str, Any]:
@@ -319,3 +413,22 @@ def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[
         "brain_age_calibrated": float(np.mean([line.pooled([age])[0] for line, age in lines])),
         "brain_age_calibrated_sex": float(np.mean([line.by_sex([age], [scan.sex])[0] for line, age in lines])),
     }
+
+
+def recalibrated(model: BrainAgeModel, scans: Sequence[Scan], *, where: str = "", workers: int = 0) -> BrainAgeModel:
+    """The model with the line of these people of another site, of whom it must have learnt from none.
+
+    A person counts once, with the first scan; scans without an age or a prediction, or unlike the training scans, are
+    left out.
+    """
+    if known := [scan.participant_id for scan in scans if model.parts_of(scan.participant_id)]:
+        raise UserError(
+            f"{len(known)} of these people were in the training set, {known[0]} for one: recalibrate with other people"
+        )
+    rows = [row for row in predict(model, scans, workers=workers) if not row.problem and not row.unlike_training]
+    first: dict[str, Prediction] = {}
+    for row in rows:
+        if not math.isnan(row.age):
+            first.setdefault(row.participant_id, row)
+    ages, predicted = zip(*((row.age, row.brain_age) for row in first.values()), strict=True) if first else ((), ())
+    return replace(model, recalibration=Recalibration.fit(ages, predicted, where=where))

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from ermoe.brain.estimation import Estimation, Lesson
     from ermoe.train.compute import Compute
 
-Method = Literal["ermoe", "ermoe-context", "vit3d", "swin3d", "sfcn"]
-"""ERMoE-ba with the prototype score of Alg. 2 or the context score of Eq. 5, and what it is compared with."""
-NETWORKS: tuple[Method, ...] = get_args(Method)
+Method = Literal["ermoe", "ermoe-context", "vit3d", "swin3d", "sfcn", "ridge"]
+"""ERMoE-ba with the prototype score of Alg. 2 or the context score of Eq. 5, and what it is compared with; ridge is the
+linear estimate without a network."""
+METHODS: tuple[Method, ...] = get_args(Method)
+NETWORKS = tuple(method for method in METHODS if method != "ridge")
 WITHOUT_CUBES = ("swin3d", "sfcn")
 """These need every voxel."""
 HeadKind = Literal["bins", "bins-l1", "regression"]
@@ -92,7 +94,9 @@ class BrainRecipe:
     """Everything but the data.
 
     Args:
-        method: ermoe, prototype score (Alg. 2); ermoe-context, the context score of Eq. 5; the others are baselines.
+        method: ermoe, prototype score (Alg. 2); ermoe-context, the context score of Eq. 5; vit3d, swin3d and sfcn are
+            baselines; ridge is the linear estimate alone, without a network.
+        learns: residual, what a ridge on measures of the scan leaves unexplained; age, the age itself, as in the paper.
         size: options of the transformer: embed_dim, depth, num_heads, mlp_ratio, patch_size, global_pool, ….
         sparsity: options of `ermoe.upcycle` for the methods with experts.
         training: the numbers of the loop.
@@ -100,6 +104,8 @@ class BrainRecipe:
         preprocessing: of scans.
         augmentation: of volumes, None for none.
         head: bins, soft labels; bins-l1, cross-entropy plus absolute error; regression, absolute error.
+        ages: range of the bins in years, the same for every cohort, so that one model can start from another; None
+            reaches five years beyond the ages at hand.
         step: width of a bin in years.
         sigma: width of soft labels in years.
         l1: weight of the absolute error in years beside the loss of the bins.
@@ -125,7 +131,9 @@ class BrainRecipe:
     augmentation: Annotated[VolumeAugmentation | None, tyro.conf.Suppress, tyro.conf.Fixed] = field(
         default_factory=VolumeAugmentation
     )
+    learns: Literal["residual", "age"] = "residual"
     head: HeadKind = "bins"
+    ages: Annotated[tuple[float, float] | None, tyro.conf.Suppress] = (0.0, 100.0)
     step: float = 1.0
     sigma: float = 1.0
     l1: float = 0.0
@@ -140,8 +148,10 @@ class BrainRecipe:
     phantoms: Annotated[Phantoms, tyro.conf.Suppress, tyro.conf.Fixed] = field(default_factory=Phantoms)
 
     def __post_init__(self) -> None:
-        if self.method not in NETWORKS:
-            raise UserError(f"there is no method {self.method!r}: use one of {', '.join(NETWORKS)}")
+        if self.method not in METHODS:
+            raise UserError(f"there is no method {self.method!r}: use one of {', '.join(METHODS)}")
+        if self.learns not in ("residual", "age"):
+            raise UserError(f"learns={self.learns!r}: use residual, or age for a network without the ridge")
         if self.head not in get_args(HeadKind):
             raise UserError(f"there is no head {self.head!r}: use one of {', '.join(get_args(HeadKind))}")
         if self.input not in CHANNELS:
@@ -153,6 +163,16 @@ class BrainRecipe:
             raise UserError(
                 f"patch_size={self.patch_size}: blocks of {block} voxels must fill a cube, as in {2 * block}"
             )
+
+    @property
+    def has_network(self) -> bool:
+        """Whether anything learns by steps."""
+        return self.method != "ridge"
+
+    @property
+    def has_ridge(self) -> bool:
+        """Whether a linear estimate is part of the answer."""
+        return self.method == "ridge" or self.learns == "residual"
 
     @property
     def has_experts(self) -> bool:
@@ -234,6 +254,7 @@ def paper(method: Method) -> BrainRecipe:
         sparsity={"num_experts": 8, "top_k": 2, "blocks": "every-2", "rank": 504, "route_rank": 56, "balance": "none"},
         rivals={"swin3d": {"embed_dim": 48, "window_size": 7, "depths": (2, 2, 6, 2)}},
         training=Training(),
+        learns="age",
         warm_start_epochs=5,
         phantoms=Phantoms(subjects=1000, epochs=50, base_lr=1e-4),
     )

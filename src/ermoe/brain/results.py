@@ -1,6 +1,9 @@
 """What came out of a run: outputs of all folds for all scans, and predictions whose corrections never saw their ages.
 
-Letters: F folds, N scans, K outputs.
+A prediction is ridge + worth · what the network adds. What the network is worth, 0 to 1, is asked of people whom it had
+not learnt from: one that knows nothing is worth nothing, and then the ridge alone answers.
+
+Letters: F folds, N scans, K outputs; of a ridge alone K = 0.
 """
 
 from __future__ import annotations
@@ -24,23 +27,36 @@ from ermoe.files import replacing
 from ermoe.models.weights.stored import declared, read_checkpoint
 
 _CALIBRATION_FITS = ("held-out", "train")
+_LEVEL = 0.9  # of the intervals
+_SURE = 1.645  # standard errors below which a network is worth nothing
+_FEWEST = 5  # people, to say what a network is worth
+MIDDLE = 50.0
+"""What a network answers that agrees with the ridge: residuals are learnt around the middle of the bins."""
 _Basis = Sequence[tuple[int, NDArray[np.int64]]]
 """Whose predictions may be used to correct others: folds, and rows of the scans they judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Raw outputs of every fold's network for every scan, whatever part the scan has in that fold."""
+    """Raw outputs of every fold's network for every scan, whatever part the scan has in that fold.
+
+    ``ridge_FN`` are the ages that the folds' ridges predict and ``width_FN`` how widely their errors are spread; None
+    where networks learnt ages by themselves.
+    """
 
     scans: Sequence[Scan]
     splits: Splits
     head: AgeHead
     output_FNK: Tensor
+    ridge_FN: Tensor | None = None
+    width_FN: Tensor | None = None
 
     def save(self, path: Path) -> None:
         """One file; the scans are known by their keys."""
         with replacing(path) as draft:
-            save_file({"output_FNK": self.output_FNK.contiguous()}, draft, metadata={"keys": "\n".join(self.keys)})
+            tensors = {name: getattr(self, name) for name in ("output_FNK", "ridge_FN", "width_FN")}
+            known = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+            save_file(known, draft, metadata={"keys": "\n".join(self.keys)})
 
     @classmethod
     def load(cls, path: Path, scans: Sequence[Scan], splits: Splits, head: AgeHead) -> Outputs:
@@ -49,12 +65,13 @@ class Outputs:
             raise UserError(f"{path} is missing: the run is not finished; start `ermoe brain train` again, it goes on")
         stored = declared(path)
         keys = stored.notes.get("keys", "").split("\n")
-        if getattr(stored.tensors.get("output_FNK"), "shape", None) != (splits.num_folds, len(keys), head.num_outputs):
+        shape = getattr(stored.tensors.get("output_FNK"), "shape", ())
+        if tuple(shape) not in [(splits.num_folds, len(keys), number) for number in (head.num_outputs, 0)]:
             raise UserError(f"{path} does not belong to this run: start `ermoe brain train` again, it goes on")
         known = {scan.key: scan for scan in scans}
         if lost := [key for key in keys if key not in known]:
             raise UserError(f"{len(lost)} scans of the run are no longer in the data, {lost[0]} for one: restore them")
-        return cls([known[key] for key in keys], splits, head, read_checkpoint(path)["output_FNK"])
+        return cls([known[key] for key in keys], splits, head, **read_checkpoint(path))
 
     @property
     def keys(self) -> list[str]:
@@ -70,9 +87,27 @@ class Outputs:
         """Chronological ages."""
         return np.array([self.scans[int(row)].age for row in rows], dtype=np.float64)
 
-    def predicted(self, fold: int, rows: NDArray[np.int64]) -> Array:
-        """Raw predictions of one fold."""
-        return self.head.age(self.output_FNK[fold, torch.from_numpy(rows)]).double().numpy()
+    def predicted(self, fold: int, rows: NDArray[np.int64], worth: float = 1.0) -> Array:
+        """Raw predictions of one fold, with a network that is worth so much; one without a ridge is all there is."""
+        if self.ridge_FN is None:
+            return self.head.age(self.output_FNK[fold, torch.from_numpy(rows)]).double().numpy()
+        return self.by_ridge(fold, rows) + worth * self.added(fold, rows)
+
+    def by_ridge(self, fold: int, rows: NDArray[np.int64]) -> Array:
+        """Predictions of one fold's ridge."""
+        assert self.ridge_FN is not None
+        return self.ridge_FN[fold, torch.from_numpy(rows)].double().numpy()
+
+    def added(self, fold: int, rows: NDArray[np.int64]) -> Array:
+        """Years that one fold's network would add to the ridge."""
+        if not self.output_FNK.shape[-1]:
+            return np.zeros(len(rows))
+        return self.head.age(self.output_FNK[fold, torch.from_numpy(rows)]).double().numpy() - MIDDLE
+
+    def width(self, fold: int, rows: NDArray[np.int64]) -> Array:
+        """How widely errors are spread, for intervals."""
+        assert self.width_FN is not None
+        return self.width_FN[fold, torch.from_numpy(rows)].double().numpy()
 
     def sexes(self, rows: NDArray[np.int64]) -> list[str | None]:
         """Of the scans."""
@@ -96,6 +131,55 @@ class Outputs:
             yield fold, validation
         else:
             yield from ((other, self.rows(other, "test")) for other in self.tested() if other != fold)
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """What people held out say of a ridge and its network.
+
+    Args:
+        worth: share of what the network adds that is believed, 0 to 1.
+        spread: years; 90 % of the ages lie within spread · width of their predictions. NaN if nobody says.
+        num_people: how many said so.
+    """
+
+    worth: float = 0.0
+    spread: float = float("nan")
+    num_people: int = 0
+
+
+def network_worth(added_N: Array, error_N: Array) -> float:
+    """How much of what a network adds is to be believed, by how well it foretells the errors of the ridge.
+
+    The slope b of error = b · added, shrunk by (1 − (1.645 / t)²) where t is b in standard errors: nothing where chance
+    would do as well, nearly b where it is certain, and in between no jump.
+
+    >>> added = np.array([2.0, -1.0, 3.0, -2.0, 1.0, -3.0])
+    >>> network_worth(added, added * 0.8) > 0.75, network_worth(added, -added), network_worth(0 * added, added)
+    (True, 0.0, 0.0)
+    """
+    power = float(added_N @ added_N)
+    if len(added_N) < _FEWEST or power < 1e-9:
+        return 0.0
+    slope = float(added_N @ error_N) / power
+    variance = float(((error_N - slope * added_N) ** 2).sum()) / (len(added_N) - 1)
+    shrunk = slope * max(0.0, 1 - _SURE**2 * variance / power / slope**2) if slope > 0 else 0.0
+    return min(1.0, shrunk)
+
+
+def blend(outputs: Outputs, basis: _Basis) -> Blend:
+    """What certain people say of the predictions they got."""
+    if outputs.ridge_FN is None or not (number := sum(len(rows) for _, rows in basis)):
+        return Blend()
+    age_N = np.concatenate([outputs.ages_of(rows) for _, rows in basis])
+    ridge_N, added_N, width_N = (
+        np.concatenate([take(fold, rows) for fold, rows in basis])
+        for take in (outputs.by_ridge, outputs.added, outputs.width)
+    )
+    worth = network_worth(added_N, age_N - ridge_N)
+    error_N = np.sort(np.abs(age_N - ridge_N - worth * added_N) / width_N)
+    rank = min(number, int(np.ceil((number + 1) * _LEVEL)))  # of so many, as conformal prediction counts
+    return Blend(worth, float(error_N[rank - 1]), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +214,20 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
     refusals: list[str] = []
     for fold in outputs.tested():
         rows = outputs.rows(fold, "test")
-        raw = outputs.predicted(fold, rows)
+        own = blend(outputs, list(outputs.fitting_rows(fold, "held-out")))
+        raw = outputs.predicted(fold, rows, own.worth)
         columns["raw"][fold, rows] = raw
         basis = list(outputs.fitting_rows(fold, fit))
         try:
-            calibration = _fit_calibration(outputs, basis)
+            calibration = _fit_calibration(outputs, basis, own.worth)
             columns["pooled"][fold, rows] = calibration.pooled(raw)
             columns["by_sex"][fold, rows] = calibration.by_sex(raw, outputs.sexes(rows))
         except UserError as refusal:
             refusals.append(f"{outputs.splits.fold_names[fold]}: {refusal}")
-        if isinstance(outputs.head, AgeBins):
+        if outputs.ridge_FN is not None:
+            reach = own.spread * outputs.width(fold, rows)
+            columns["low"][fold, rows], columns["high"][fold, rows] = raw - reach, raw + reach
+        elif isinstance(outputs.head, AgeBins):
             tau = _temperature(outputs, basis)
             probability_BK = outputs.head.probability(outputs.output_FNK[fold, torch.from_numpy(rows)], tau)
             columns["low"][fold, rows], columns["high"][fold, rows] = outputs.head.interval(probability_BK).numpy().T
@@ -148,43 +236,61 @@ def held_out(outputs: Outputs, *, fit: str = "held-out") -> HeldOut:
     return HeldOut(kept, outputs.ages_of(kept), **mean, refusals=tuple(refusals))
 
 
-def _fit_calibration(outputs: Outputs, basis: _Basis) -> AgeCalibration:
+def _fit_calibration(outputs: Outputs, basis: _Basis, worth: float) -> AgeCalibration:
     """The lines that certain predictions give."""
     if not basis:
         raise UserError("calibration needs predictions of people it is not applied to: use several folds")
     age_N = np.concatenate([outputs.ages_of(rows) for _, rows in basis])
-    raw_N = np.concatenate([outputs.predicted(fold, rows) for fold, rows in basis])
+    raw_N = np.concatenate([outputs.predicted(fold, rows, worth) for fold, rows in basis])
     sexes = [sex for _, rows in basis for sex in outputs.sexes(rows)]
     return AgeCalibration.fit(age_N, raw_N, sexes)
 
 
 def _temperature(outputs: Outputs, basis: _Basis) -> float:
     """τ that makes the ages of certain people most probable; 1 without bins or people."""
-    if not isinstance(outputs.head, AgeBins) or not sum(len(rows) for _, rows in basis):
+    if outputs.ridge_FN is not None or not isinstance(outputs.head, AgeBins) or not sum(len(rows) for _, rows in basis):
         return 1.0
     output_NK = torch.cat([outputs.output_FNK[fold, torch.from_numpy(rows)] for fold, rows in basis])
     age_N = torch.from_numpy(np.concatenate([outputs.ages_of(rows) for _, rows in basis])).float()
     return fit_temperature(outputs.head, output_NK, age_N)
 
 
-def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> tuple[AgeCalibration | None, float]:
-    """AgeCalibration and τ for people who are yet to come: all that were held out correct them."""
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """What people held out tell about predictions: the lines, τ of bins without a ridge, and the blend with one."""
+
+    calibration: AgeCalibration | None
+    temperature: float
+    blend: Blend
+
+
+def for_new_people(outputs: Outputs, *, fit: str = "held-out") -> Corrections:
+    """For people who are yet to come: all that were held out correct them."""
+    basis, kept_out = (_everybody(outputs, how) for how in (fit, "held-out"))
+    own = blend(outputs, kept_out)
+    return Corrections(_calibration(outputs, basis, own.worth), _temperature(outputs, basis), own)
+
+
+def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, Corrections]:
+    """For the people each fold tests, by its name, told without their ages."""
+    found = {}
+    for fold, name in enumerate(outputs.splits.fold_names):
+        basis, kept_out = (list(outputs.fitting_rows(fold, how)) for how in (fit, "held-out"))
+        own = blend(outputs, kept_out)
+        found[name] = Corrections(_calibration(outputs, basis, own.worth), _temperature(outputs, basis), own)
+    return found
+
+
+def _everybody(outputs: Outputs, fit: str) -> _Basis:
+    """Whose predictions may correct those of people who are in no fold."""
     if fit == "held-out" and not any(len(outputs.rows(fold, "validation")) for fold in outputs.tested()):
-        basis = [(fold, outputs.rows(fold, "test")) for fold in outputs.tested()]
-    else:
-        basis = [pair for fold in outputs.tested() for pair in outputs.fitting_rows(fold, fit)]
-    return _calibration(outputs, basis), _temperature(outputs, basis)
+        return [(fold, outputs.rows(fold, "test")) for fold in outputs.tested()]
+    return [pair for fold in outputs.tested() for pair in outputs.fitting_rows(fold, fit)]
 
 
-def for_known_people(outputs: Outputs, *, fit: str = "held-out") -> dict[str, AgeCalibration | None]:
-    """The calibration of each fold for the people it tests, fitted without their ages; None where it was refused."""
-    names = enumerate(outputs.splits.fold_names)
-    return {name: _calibration(outputs, list(outputs.fitting_rows(fold, fit))) for fold, name in names}
-
-
-def _calibration(outputs: Outputs, basis: _Basis) -> AgeCalibration | None:
+def _calibration(outputs: Outputs, basis: _Basis, worth: float) -> AgeCalibration | None:
     try:
-        return _fit_calibration(outputs, basis)
+        return _fit_calibration(outputs, basis, worth)
     except UserError:
         return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ermoe.brain.ages import AgeHead
@@ -21,14 +22,17 @@ from ermoe.brain.data.quality import examine
 from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
-from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, start
+from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
+from ermoe.brain.likeness import Likeness
+from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import BrainAgeModel, hashed_id
 from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
+from ermoe.brain.ridge import Ridge
 from ermoe.console import Terminal
 from ermoe.errors import UserError
-from ermoe.files import Json, to_json
+from ermoe.files import Json, read_object, to_json
 from ermoe.train.compute import Compute
 from ermoe.train.loop import means_among
 from ermoe.train.run_folder import RunFolder
@@ -36,6 +40,8 @@ from ermoe.train.settings import changed
 
 _FEW_PEOPLE = 200
 """People below which k-fold is the default: a tenth of them would be too few to test on."""
+_ENOUGH_AT_A_SITE = 15
+"""People of a site from which on it counts: with two such sites, sites are left out by default."""
 _SPLITS = ("auto", "k-fold", "holdout", "leave-site-out")
 
 
@@ -57,15 +63,16 @@ def train(
     resume: str = "auto",
     **changes: Any,
 ) -> BrainAgeModel:
-    """Trains one network a fold, or goes on with the run there; returns the estimator.
+    """Fits a ridge and trains a network a fold, or goes on with the run there; returns the estimator.
 
     Args:
         data: a BIDS root, or a table with columns participant_id, age, t1, ….
         folder: of the run.
         preset: a name of `ermoe.brain.recipes.PRESETS`, or a recipe of your own.
-        method: one of `ermoe.brain.recipes.NETWORKS`; by default the recipe's own, of a preset "ermoe".
+        method: one of `ermoe.brain.recipes.METHODS`; by default the recipe's own, of a preset "ermoe".
         init: "random"; "phantom", to learn a synthetic cohort first; or another brain-age model.
-        split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" is k-fold below 200 people, else holdout.
+        split: "k-fold", "holdout" (8:1:1), "leave-site-out"; "auto" leaves sites out where there are two or more of 15
+            people at least, and is k-fold below 200 people, else holdout.
         folds, fold_seed: of k-fold; ``fold_seed`` also shuffles the others.
         calibration_fit: "held-out", or "train" as in the paper.
         cohort_options: how the table is read.
@@ -78,8 +85,9 @@ def train(
     compute, changes = means_among(changes, compute)
     compute = _speaking(compute)
     changes |= {} if method is None else {"method": method}
-    chosen = recipe(preset, **changes) if isinstance(preset, str) else changed(preset, changes)
     path, run = os.path.abspath(data), RunFolder(Path(folder))
+    chosen = recipe(preset, **changes) if isinstance(preset, str) else changed(preset, changes)
+    chosen = _as_begun(run, chosen)
     options = cohort_options if isinstance(cohort_options, CohortOptions) else CohortOptions(**(cohort_options or {}))
     config = {
         "task": "brain age",
@@ -94,12 +102,24 @@ def train(
         _check_resume(run, resume)
         run.open({**config, "scans_and_ages": state_of(scans)}, "auto", compute.group)
         splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
-        results, networks, mask_sources = _learn_all(run, chosen, scans, splits, init, Archive.at(cache), compute)
-        model = _model(networks, results, chosen, mask_sources, calibration_fit, Path(path).name, init)
+        learnt = _learn_all(run, chosen, scans, splits, init, Archive.at(cache), compute)
+        results = learnt.outputs
+        model = _model(learnt, chosen, calibration_fit, Path(path).name, init)
         if compute.group.is_main:
             results.save(run.folder / "outputs.safetensors")
             model.save(run.final)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """All that the folds of a run have learnt."""
+
+    outputs: Outputs
+    networks: Mapping[str, torch.nn.Module]
+    ridges: Mapping[str, Ridge]
+    likeness: Likeness
+    mask_sources: tuple[str, ...]
 
 
 def _learn_all(
@@ -110,18 +130,37 @@ def _learn_all(
     init: str,
     archive: Archive,
     compute: Compute,
-) -> tuple[Outputs, dict[str, torch.nn.Module], tuple[str, ...]]:
-    """What the networks of all folds answer for all scans, the networks, and where masks came from."""
+) -> _Learnt:
+    """Ridges and networks of all folds, and what they answer for all scans."""
     head = age_head(chosen, [scan.age for scan in scans if scan.age is not None])
     volumes = archive.volumes(chosen.preprocessing)
     mask_sources = _prepare(volumes, scans, compute)
     everybody = ScanSet(volumes, scans, chosen.input)
-    networks, outputs = {}, []
+    sign_NS = looked_at(volumes, scans)
+    measure_NF = sign_NS[:, : len(MEASURES)] if chosen.has_ridge else None
+    ridges, networks, outputs = {}, {}, []
     for fold, name in enumerate(splits.fold_names):
         own = _Fold(chosen, head, everybody, splits, fold, init)
-        networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
-        outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
-    return Outputs(scans, splits, head, torch.stack(outputs)), networks, mask_sources
+        if measure_NF is not None:
+            ridges[name], told = own.linear(measure_NF)
+            own = replace(own, everybody=replace(everybody, told=told))
+        if chosen.has_network:
+            networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
+            outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
+    output_FNK = torch.stack(outputs) if outputs else torch.zeros(splits.num_folds, len(scans), 0)
+    results = Outputs(scans, splits, head, output_FNK)
+    if measure_NF is not None:
+        ages, widths = zip(*((own.ages(measure_NF), own.width(measure_NF)) for own in ridges.values()), strict=True)
+        results = replace(results, ridge_FN=torch.tensor(np.array(ages)), width_FN=torch.tensor(np.array(widths)))
+    return _Learnt(results, networks, ridges, Likeness.fit(sign_NS), mask_sources)
+
+
+def _as_begun(run: RunFolder, chosen: BrainRecipe) -> BrainRecipe:
+    """Goes on with a run of an earlier version as it began: its networks learnt ages, over bins of their own range."""
+    if not run.config.is_file():
+        return chosen
+    begun = read_object(run.config, "choose another folder, or remove this one").get("recipe") or {}
+    return chosen if "learns" in begun else replace(chosen, learns="age", ages=None)
 
 
 def _speaking(compute: Compute) -> Compute:
@@ -165,6 +204,15 @@ class _Fold:
             raise UserError(f"{self.splits.fold_names[self.number]} has nobody to train on: use fewer folds")
         recipe = self.recipe
         return replace(plain, augmentation=recipe.augmentation, seed=recipe.training.seed, variants=recipe.variants)
+
+    def linear(self, measure_NF: Double) -> tuple[Ridge, dict[str, float]]:
+        """The ridge of the training people, and what it leaves to be learnt of everybody."""
+        scans = self.everybody.scans
+        is_learner_N = [self.splits.part_of(scan.participant_id, self.number) == "train" for scan in scans]
+        train = [scan for scan, is_one in zip(scans, is_learner_N, strict=True) if is_one]
+        people, ages = [scan.participant_id for scan in train], [scan.age for scan in train]
+        ridge = Ridge.fit(measure_NF[is_learner_N], np.array(ages, dtype=np.float64), people)
+        return ridge, residuals(ridge, measure_NF, scans, is_learner_N)
 
     @property
     def has_tissue(self) -> bool:
@@ -220,7 +268,7 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     if kind not in _SPLITS:
         raise UserError(f"split={kind!r}: use one of {', '.join(_SPLITS)}")
     people = len({scan.participant_id for scan in scans})
-    if kind == "leave-site-out":
+    if kind == "leave-site-out" or (kind == "auto" and _has_sites(scans)):
         splits = leave_site_out(scans)
     elif kind == "holdout" or (kind == "auto" and people >= _FEW_PEOPLE):
         splits = holdout(scans, seed)
@@ -229,6 +277,15 @@ def _splits(path: Path, scans: Sequence[Scan], kind: str, folds: int, seed: int)
     splits.check(scans)
     splits.save(path)
     return splits
+
+
+def _has_sites(scans: Sequence[Scan]) -> bool:
+    """Whether everybody is of one site, and all of at least two sites have people enough to be left out."""
+    sites: dict[str | None, set[str]] = {}
+    for scan in scans:
+        sites.setdefault(scan.site, set()).add(scan.participant_id)
+    is_one_each = sum(map(len, sites.values())) == len({scan.participant_id for scan in scans})
+    return len(sites) >= 2 and None not in sites and is_one_each and min(map(len, sites.values())) >= _ENOUGH_AT_A_SITE
 
 
 def _prepare(volumes: VolumeCache, scans: Sequence[Scan], compute: Compute) -> tuple[str, ...]:
@@ -242,16 +299,10 @@ def _prepare(volumes: VolumeCache, scans: Sequence[Scan], compute: Compute) -> t
     return tuple(sorted({volumes.volume(scan).mask_source for scan in scans}))
 
 
-def _model(
-    networks: Mapping[str, torch.nn.Module],
-    results: Outputs,
-    chosen: BrainRecipe,
-    mask_sources: tuple[str, ...],
-    calibration_fit: str,
-    data: str,
-    init: str,
-) -> BrainAgeModel:
-    calibration, tau = for_new_people(results, fit=calibration_fit)
+def _model(learnt: _Learnt, chosen: BrainRecipe, calibration_fit: str, data: str, init: str) -> BrainAgeModel:
+    results = learnt.outputs
+    new = for_new_people(results, fit=calibration_fit)
+    known = for_known_people(results, fit=calibration_fit)
     tested = held_out(results, fit=calibration_fit)
     ages = [scan.age for scan in results.scans if scan.age is not None]
     facts = {
@@ -264,21 +315,26 @@ def _model(
         "calibration_fit": calibration_fit,
         "interval_coverage": None if tested.coverage != tested.coverage else round(tested.coverage, 4),
         "epochs": chosen.training.epochs,
+        "network_worth": round(new.blend.worth, 4) if learnt.ridges and learnt.networks else None,
         "seed": chosen.training.seed,
     }
     return BrainAgeModel(
-        networks=networks,
+        networks=learnt.networks,
         head=results.head,
         input=chosen.input,
         preprocessing=chosen.preprocessing,
         patch_size=chosen.patch_size,
         parts=_inherited_parts(init, results) | {hashed_id(who): own for who, own in results.splits.parts.items()},
         age_range=(min(ages), max(ages)),
-        mask_sources=mask_sources,
-        calibration=calibration,
-        calibration_of_fold=for_known_people(results, fit=calibration_fit),
-        temperature=tau,
+        mask_sources=learnt.mask_sources,
+        calibration=new.calibration,
+        calibration_of_fold={fold: own.calibration for fold, own in known.items()},
+        temperature=new.temperature,
         facts=facts,
+        ridges=learnt.ridges,
+        likeness=learnt.likeness,
+        blend=new.blend,
+        blend_of_fold={fold: own.blend for fold, own in known.items()},
     )
 
 
@@ -289,5 +345,5 @@ def _inherited_parts(init: str, results: Outputs) -> dict[str, tuple[str, ...]]:
     other = BrainAgeModel.load(init)
     folds = range(results.splits.num_folds)
     started = [other.fold_without(_held_out_people(results.scans, results.splits, fold)) for fold in folds]
-    positions = [list(other.networks).index(name) for name in started]
+    positions = [other.folds.index(name) for name in started]
     return {person: tuple(parts[position] for position in positions) for person, parts in other.parts.items()}

@@ -53,6 +53,7 @@ _BEFORE_IT_WAS_A_SETTING: Json = {
     "head_lr": 1.0,
     "image_lr": 1.0,
     "weights_of": "clip",
+    "learns": "age",
 }
 _TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}

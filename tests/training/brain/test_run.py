@@ -24,8 +24,8 @@ from ermoe.brain.data.scans import Preprocessing
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
-from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict
-from ermoe.brain.recipes import NETWORKS, VolumeAugmentation, recipe
+from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict, recalibrated
+from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
@@ -233,6 +233,26 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert bids_errors(tmp_path) == []
 
 
+def test_a_model_is_recalibrated_by_people_it_does_not_know(finished, cohort_root, tmp_path, capsys):
+    model, scans = BrainAgeModel.load(finished), open_cohort(cohort_root).scans
+    strangers = [dataclasses.replace(scan, participant_id=f"sub-x{n}") for n, scan in enumerate(scans[:6])]
+    own = recalibrated(model, strangers, where="group=control")
+    own.save(tmp_path / "new")
+    again = BrainAgeModel.load(tmp_path / "new")
+    assert again.recalibration == own.recalibration
+    assert "recalibrated on 6 people (group=control)" in own.recalibration.in_words()
+    rows = list(predict(again, strangers))
+    mean = np.mean([row.brain_age_recalibrated - row.age for row in rows])
+    assert mean == pytest.approx(0, abs=1e-6)
+    assert rows[0].brain_age == next(predict(model, strangers[:1])).brain_age  # raw stays raw
+    with pytest.raises(UserError, match="were in the training set"):
+        recalibrated(model, scans)
+    assert main(["brain", "recalibrate", str(finished), str(cohort_root), "--out", str(tmp_path / "new")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(UserError, match="recalibrating needs 5"):
+        recalibrated(model, strangers[:3])
+
+
 def test_simple_estimates_stand_beside_the_network(finished, cache):
     evaluation = Evaluation.read(finished, cache=cache)
     assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
@@ -240,12 +260,17 @@ def test_simple_estimates_stand_beside_the_network(finished, cache):
     assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
 
 
-@pytest.mark.parametrize("method", [method for method in NETWORKS if method != "ermoe"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "ermoe"])
 def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_path):
     model = train(
         cohort_root, tmp_path, preset="tiny", method=method, folds=2, cache=cache, console=QUIET, check=False, epochs=1
     )
-    assert set(BrainAgeModel.load(tmp_path).networks) == {"fold-0", "fold-1"}
+    loaded = BrainAgeModel.load(tmp_path)
+    assert loaded.folds == ["fold-0", "fold-1"]
+    assert set(loaded.networks) == (set() if method == "ridge" else set(loaded.folds))
+    (row,) = predict(loaded, open_cohort(cohort_root).scans[:1])
+    assert row.brain_age_low < row.brain_age < row.brain_age_high
+    assert (row.brain_age == row.brain_age_ridge) == (method == "ridge" or not model.blend.worth)
     assert math.isfinite(model.facts["raw"]["mae"])
 
 
@@ -289,7 +314,7 @@ def test_whole_scans_can_follow_a_warm_start_gently(cohort_root, cache, tmp_path
 def test_other_heads_and_splits(head, split, cohort_root, cache, tmp_path):
     model = train(
         cohort_root, tmp_path, preset="tiny", head=head, split=split, cache=cache, console=QUIET, check=False,
-        epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train",
+        epochs=1, warm_start_epochs=0, input="t1", calibration_fit="train", learns="age",
     )  # fmt: skip
     evaluation = Evaluation.read(tmp_path, cache=cache)
     assert np.isfinite(held_out(evaluation.outputs).raw_N).all()
@@ -374,4 +399,4 @@ def test_prediction_waits_for_no_library_it_does_not_use():
 def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["train", "predict", "report", "doctor", "synthesize", "demo"]
+    assert done.stdout.split() == ["train", "predict", "recalibrate", "report", "doctor", "synthesize", "demo"]

@@ -10,7 +10,8 @@ from ermoe.brain.ages import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import by_label, labels, mean_age, over_folds
 from ermoe.brain.metrics import retest
-from ermoe.brain.results import Outputs, for_new_people, held_out
+from ermoe.brain.results import MIDDLE, Outputs, for_new_people, held_out
+from ermoe.brain.run import _splits
 from ermoe.errors import UserError
 from support.tiny_brains import people
 
@@ -70,6 +71,44 @@ def test_no_correction_uses_the_ages_it_is_applied_to(validation, fit):
     assert not np.isnan(before.pooled_N).any()
 
 
+def blended(scans, *, knows=0.0, seed=0):
+    """Ridges that are off by 5 years, and networks that add noise of 3 years and this share of the ridge's error."""
+    random = np.random.default_rng(seed)
+    age = np.array([scan.age for scan in scans])
+    ridge = age + random.normal(0, 5, (4, len(age)))
+    added = knows * (age - ridge) + random.normal(0, 3, ridge.shape)
+    head = AgeRegression(MIDDLE, 1.0)
+    output = torch.tensor(added).float().unsqueeze(-1)
+    width = torch.ones(ridge.shape).double()
+    return Outputs(scans, folds(scans), head, output, torch.tensor(ridge), width)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_network_that_knows_nothing_changes_next_to_nothing(seed):
+    given = blended(people(60), seed=seed)
+    found = held_out(given)
+    ridge = np.array([float(given.ridge_FN[row % 4, row]) for row in range(60)])
+    assert np.abs(found.raw_N - ridge).mean() < 0.5
+    assert 0.8 < found.coverage <= 1.0
+
+
+def test_a_network_that_knows_is_believed():
+    given = blended(people(60), knows=0.9)
+    ridge = np.array([float(given.ridge_FN[row % 4, row]) for row in range(60)])
+    found = held_out(given)
+    assert np.abs(found.raw_N - found.age_N).mean() < 0.8 * np.abs(ridge - found.age_N).mean()
+    assert 0.5 < for_new_people(given).blend.worth <= 1
+
+
+def test_what_a_network_is_worth_is_told_without_the_ages_it_serves():
+    scans, given = people(60), blended(people(60), knows=0.5)
+    before, rows = held_out(given), given.rows(1, "test")
+    changed = [dataclasses.replace(scan, age=30.0) if n in rows else scan for n, scan in enumerate(scans)]
+    after = held_out(dataclasses.replace(given, scans=changed))
+    for column in ("raw_N", "pooled_N", "low_N", "high_N"):
+        np.testing.assert_array_equal(getattr(after, column)[rows], getattr(before, column)[rows])
+
+
 def test_calibration_turns_the_line_and_intervals_cover():
     scans = people(200)
     found = held_out(outputs(scans))
@@ -83,7 +122,7 @@ def test_flat_predictions_are_left_raw_with_a_reason():
     assert np.isnan(found.pooled_N).all()
     assert len(found.refusals) == 4
     assert "refused" in found.refusals[0]
-    assert for_new_people(outputs(people(40), slope=0.0))[0] is None
+    assert for_new_people(outputs(people(40), slope=0.0)).calibration is None
 
 
 def test_a_regression_has_no_intervals():
@@ -119,6 +158,15 @@ def test_simple_estimates_learn_from_training_people_alone():
     by_batch = over_folds(by_label(found_labels["batch"]), scans, splits)
     others = [n for n in range(24) if n % 4 != 0 and scans[n].columns["batch"] == scans[0].columns["batch"]]
     assert by_batch[0] == pytest.approx(age[others].mean())
+
+
+def test_sites_are_left_out_by_default_where_they_are_large_enough(tmp_path):
+    few, enough = people(28), people(30)
+    assert _splits(tmp_path / "few.tsv", few, "auto", 5, 0).kind == "k-fold"
+    assert _splits(tmp_path / "enough.tsv", enough, "auto", 5, 0).fold_names == ("site-a", "site-b")
+    assert _splits(tmp_path / "asked.tsv", enough, "k-fold", 5, 0).kind == "k-fold"
+    unknown = [dataclasses.replace(enough[0], site=None), *enough[1:]]
+    assert _splits(tmp_path / "unknown.tsv", unknown, "auto", 5, 0).kind == "k-fold"
 
 
 def test_retest_is_a_one_way_analysis_of_variance():

@@ -72,7 +72,7 @@ class VolumeCache:
             "preprocessing": to_json(self.preprocessing),
             "files": [_state(path) for path in scan.files],
             "tissue": to_json(getattr(scan.tissue, "codes", None)),
-            "mask": "file" if scan.mask or scan.labels else _mask_tool(),
+            "mask": "file" if scan.mask or scan.labels else f"stripped, {_mask_tool()}",
         }
         digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
         name = re.sub(r"[^\w.-]", "_", scan.key)[:_LONGEST_NAME].lstrip(".")  # ids are what tables and folders say

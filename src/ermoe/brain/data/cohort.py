@@ -72,7 +72,20 @@ def open_cohort(path: str | os.PathLike[str], options: CohortOptions | None = No
     """The scans of a BIDS root or of a flat TSV/CSV; ``changes`` are fields of `CohortOptions`, given one by one."""
     options = (options or CohortOptions()).changed(changes)
     with naming_what_cannot_be_read():
-        return _cohort_at(Path(path), options)
+        return _only_where(_cohort_at(Path(path), options), options)
+
+
+def _only_where(cohort: Cohort, options: CohortOptions) -> Cohort:
+    """The scans for which ``--where`` holds; how many are left is a note."""
+    if not options.where:
+        return cohort
+    kept = tuple(scan for scan in cohort.scans if options.holds_for(scan))
+    asked = " ".join(options.where)
+    if not kept:
+        columns = sorted({"sex", "site"} | {name for scan in cohort.scans for name in scan.columns})
+        raise UserError(f"--where {asked} holds for no scan: the columns are {', '.join(columns[:12])}")
+    note = f"{len(kept)} of {len(cohort.scans)} scans are used, those with {asked}"
+    return replace(cohort, scans=kept, notes=(*cohort.notes, note))
 
 
 def _cohort_at(place: Path, options: CohortOptions) -> Cohort:

@@ -1,6 +1,6 @@
 """From a scan in any orientation, spacing and intensity scale to a normalised volume on the model's grid.
 
-Where the brain is comes from a derivative, from deepbet, or from a scan whose skull is gone already. An image is looked
+Where the brain is comes from a derivative, from a scan whose skull is gone already, or from deepbet. An image is looked
 up at every voxel of the grid through its affine. So it is the same wherever its array begins and however its axes run,
 and it is blurred by interpolation once and not twice.
 
@@ -81,8 +81,8 @@ def prepare(scan: Scan, preprocessing: Preprocessing, *, with_tissue: bool = Fal
 def brain_mask(scan: Scan, t1: Image) -> tuple[Bool, MaskSource]:
     """The mask on the voxels of the T1, and where it comes from; `ScanError` if there is none to be had.
 
-    The order: a derivative ``_desc-brain_mask``, a ``_dseg`` above 0, deepbet if it is installed, and a scan that is
-    skull-stripped already.
+    The order: a derivative ``_desc-brain_mask``, a ``_dseg`` above 0, a scan that is skull-stripped already, and
+    deepbet if it is installed. deepbet learnt heads: of a stripped brain it cuts off the surface.
     """
     if scan.mask is not None:
         values_XYZ = on_grid_of(t1, read_image(scan.mask, scan.key, is_label=True), scan.key)
@@ -90,11 +90,11 @@ def brain_mask(scan: Scan, t1: Image) -> tuple[Bool, MaskSource]:
     if scan.labels is not None:
         labels_XYZ = on_grid_of(t1, read_image(scan.labels, scan.key, is_label=True), scan.key)
         return _a_brain(labels_XYZ > 0, t1, scan, "dseg"), "dseg"
-    if has_deepbet():
-        return _a_brain(_deepbet_mask(t1), t1, scan, "deepbet"), "deepbet"
     stripped_XYZ = stripped_mask(t1)
     if stripped_XYZ is not None:
         return stripped_XYZ, "stripped"
+    if has_deepbet():
+        return _a_brain(_deepbet_mask(t1), t1, scan, "deepbet"), "deepbet"
     what = "has no brain mask among its derivatives and is not skull-stripped"
     remedy = "pip install 'ermoe[brain-mask]' to make masks with deepbet, or add …_desc-brain_mask.nii.gz"
     raise scan.unusable(what, remedy)
@@ -327,16 +327,16 @@ def isolate(volume: Volume, region: Tissue) -> Float:
 
 def looks_like_t1(t1_XYZ: Float, mask_XYZ: Bool, spacing_mm: ArrayLike) -> bool:
     """False if the brain is not clearly brighter inside than at its surface; also newborns' T1 are not."""
-    return not _depth_contrast(t1_XYZ, mask_XYZ, spacing_mm) < _LEAST_CONTRAST
+    return not depth_contrast(t1_XYZ, mask_XYZ, spacing_mm) < _LEAST_CONTRAST
 
 
-def _depth_contrast(t1_XYZ: Float, mask_XYZ: Bool, spacing_mm: ArrayLike) -> float:
+def depth_contrast(t1_XYZ: Float, mask_XYZ: Bool, spacing_mm: ArrayLike) -> float:
     """How much brighter the brain is inside than at its surface, in standard deviations; NaN if it has no inside.
 
     Of fifty T1 scans of adults the lowest has 1.5, of phantoms 1.2; a T1 turned into its negative has −0.2.
 
     >>> ball = np.linalg.norm(np.indices((40, 40, 40)) - 19.5, axis=0)
-    >>> round(_depth_contrast(20 - ball, ball < 18, [2.0] * 3), 1)
+    >>> round(depth_contrast(20 - ball, ball < 18, [2.0] * 3), 1)
     2.7
     """
     edge_mm = np.broadcast_to(np.asarray(spacing_mm, float), (3,))

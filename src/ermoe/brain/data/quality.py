@@ -180,7 +180,7 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
             tissue_images(scan, t1)
     except ScanError as wrong:
         problems.append(wrong.problem)
-    if mask_XYZ is not None and source != "deepbet":
+    if mask_XYZ is not None:
         problems += _brain(scan, t1, mask_XYZ, preprocessing)
     marked = mask_XYZ if mask_XYZ is not None else t1.data_XYZ > t1.data_XYZ.mean()
     digest = hashlib.blake2b(_trimmed(t1.data_XYZ).tobytes(), digest_size=16).hexdigest()
@@ -189,8 +189,8 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
 
 def _mask(scan: Scan, t1: Image) -> tuple[str, Bool | None]:
     """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do for the brain."""
-    if scan.mask is None and scan.labels is None and has_deepbet():
-        return "deepbet", stripped_mask(t1)
+    if scan.mask is None and scan.labels is None and has_deepbet() and stripped_mask(t1) is None:
+        return "deepbet", None
     mask_XYZ, source = brain_mask(scan, t1)
     return source, mask_XYZ
 

@@ -219,6 +219,7 @@ class CohortOptions:
     Args:
         participants: only these people, with or without "sub-".
         exclude: not these people.
+        where: only scans whose table says so, for example group=control; of several, all must hold.
         sex_coding: what numbers in the column sex mean, for example 1=M 2=F.
         age_is_baseline: the age in participants.tsv is that of the first of several sessions.
         tissue_from: where tissue maps come from; by default probability maps, else a dseg with its table.
@@ -227,12 +228,17 @@ class CohortOptions:
 
     participants: Annotated[tuple[str, ...], tyro.conf.arg(name="participant-label")] = ()
     exclude: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
     sex_coding: Annotated[Mapping[str, Sex], _CODES] = field(default_factory=dict)
     age_is_baseline: bool = False
     tissue_from: TissueFrom | None = None
     t1_rule: str = "first"
 
     def __post_init__(self) -> None:
+        for pair in self.where:
+            column, equals, value = pair.partition("=")
+            if not (column.strip() and equals and value.strip()):
+                raise UserError(f"--where {pair!r}: write a column and its value, as in group=control")
         if self.tissue_from not in (None, *get_args(TissueFrom)):
             raise UserError(f"tissue_from={self.tissue_from!r}: use probseg, dseg, aseg or none")
         if not self.t1_rule:
@@ -253,6 +259,15 @@ class CohortOptions:
     def wants(self, participant_id: str) -> bool:
         """Whether a person is to be read."""
         return (not self.participants or participant_id in self.participants) and participant_id not in self.exclude
+
+    def holds_for(self, scan: Scan) -> bool:
+        """Whether a scan's table says what ``where`` asks for."""
+        known = {**scan.columns, "sex": scan.sex, "site": scan.site}
+        pairs = (pair.partition("=") for pair in self.where)
+        return all(
+            str(known.get(column.strip().casefold(), "")).casefold() == value.strip().casefold()
+            for column, _, value in pairs
+        )
 
     def concerns(self, problem: Problem) -> bool:
         """Whether a problem is about somebody who is to be read, or about nobody in particular."""

@@ -32,6 +32,8 @@ def routing_sections(
     page: Page, evaluation: Evaluation, album: Album, *, occlusion_scans: int, compute: Compute
 ) -> None:
     """Region probe, token–tissue correlation, occlusion map; a sentence for what cannot be had."""
+    if not evaluation.model.networks:
+        return
     _regions(page, evaluation, album, compute)
     if occlusion_scans:
         compute.say(f"occlusion map of {occlusion_scans} scans")

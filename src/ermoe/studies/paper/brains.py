@@ -59,7 +59,7 @@ def describe(setup: Setup) -> str:
 def trained(setup: Setup, method: str, seed: int) -> Path:
     """The run folder of a method: folds by person on a small cohort, 8:1:1 on a large one."""
     preset = "paper" if setup.is_full else "small" if setup.data is not None else "tiny"
-    changes: dict[str, Any] = {"seed": seed, **(_MINI if preset == "tiny" else {})}
+    changes: dict[str, Any] = {"seed": seed, "learns": "age", **(_MINI if preset == "tiny" else {})}
     place = place_of(setup)
     changes |= {} if setup.epochs is None else {"epochs": setup.epochs}
     folder = setup.trained(slug(place)) / f"brain-{method}-{seed}"
@@ -69,6 +69,7 @@ def trained(setup: Setup, method: str, seed: int) -> Path:
             folder,
             preset=preset,
             method=method,
+            split="holdout" if setup.is_full else "k-fold",
             folds=3 if preset == "tiny" else 5,
             cache=setup.work / "volumes",
             check=False,

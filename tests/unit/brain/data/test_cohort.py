@@ -20,6 +20,19 @@ def table(*rows, columns="participant_id\tage\tsex"):
     return "\n".join([columns, *rows]) + "\n"
 
 
+def test_a_part_of_a_cohort_is_named_by_its_columns(tmp_path):
+    rows = [f"sub-{n}\t{n}.nii.gz\t{40 + n}\t{'control' if n % 2 else 'depr'}" for n in range(1, 5)]
+    table = tmp_path / "people.tsv"
+    table.write_text("\n".join(["participant_id\tt1\tage\tgroup", *rows]) + "\n")
+    found = open_cohort(table, where=("group=Control",))
+    assert [scan.participant_id for scan in found.scans] == ["sub-1", "sub-3"]
+    assert found.notes[-1] == "2 of 4 scans are used, those with group=Control"
+    with pytest.raises(UserError, match="holds for no scan: the columns are group, sex, site"):
+        open_cohort(table, where=("arm=1",))
+    with pytest.raises(UserError, match="as in group=control"):
+        open_cohort(table, where=("control",))
+
+
 def test_a_clean_set(tmp_path):
     cohort = open_cohort(bids_set(tmp_path / "set"))
     assert [scan.key for scan in cohort.scans] == [f"sub-{i:02d}" for i in range(1, 7)]
