@@ -63,7 +63,9 @@ def run(*, images: int, rounds: int) -> Result:
                 alone = held
                 continue
             among = (_EXPERT_PROCESSES[way] or num_processes) if way != "ddp" else 1
-            formula = sum(needs(size, Layout(way, num_processes, among), images=images).sent.values())
+            by_part = needs(size, Layout(way, num_processes, among), images=images).sent
+            # gloo has no scattered sum: it reduces all gradients everywhere, and a process keeps its part.
+            formula = sum(by_part.values()) + (by_part["gradients"] if way == "fsdp+ep" else 0)
             result.figures[f"{name}: MB sent in a step"] = sent / 1e6
             result.figures[f"{name}: MB by the formula"] = formula / 1e6
             if way != "ddp":
@@ -146,12 +148,13 @@ def _experts(model: nn.Module) -> list[nn.Module]:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    held = 0
+    storages = {}  # FSDP keeps the gradients of a module in one
     for parameter in (parameter for experts in _experts(model) for parameter in experts.parameters()):
         assert parameter.grad is not None
-        kept = [parameter, parameter.grad, *optimizer.state[parameter].values()]
-        held += sum(own_experts(tensor.detach()).untyped_storage().nbytes() for tensor in kept)
-    return held
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            storage = own_experts(tensor.detach()).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def bytes_sent() -> int:
