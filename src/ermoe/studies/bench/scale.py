@@ -64,7 +64,7 @@ def run(*, images: int, rounds: int) -> Result:
                 continue
             among = (_EXPERT_PROCESSES[way] or num_processes) if way != "ddp" else 1
             by_part = needs(size, Layout(way, num_processes, among), images=images).sent
-            # gloo has no scattered sum: it reduces all gradients everywhere, and a process keeps its part.
+            # Over gloo a scattered sum is seen to send what a sum for everybody would.
             formula = sum(by_part.values()) + (by_part["gradients"] if way == "fsdp+ep" else 0)
             result.figures[f"{name}: MB sent in a step"] = sent / 1e6
             result.figures[f"{name}: MB by the formula"] = formula / 1e6
