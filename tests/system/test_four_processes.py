@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ermoe.studies.bench import scale
 from ermoe.train import checkpoint, parts
 from support.children import environment
 from support.tiny_run import recipe, run
@@ -83,3 +84,11 @@ def test_a_run_whose_processes_are_killed_ten_times_ends_as_if_nothing_had_happe
             assert "model.cls_token" in parts.stored_names(named)
     launched(2, "runs.py", tmp_path, "ep", 99, "background")
     assert_same_run(tmp_path, one)
+
+
+@pytest.mark.timeout(1200)
+def test_processes_hold_and_send_what_the_formulas_say():
+    bars = scale.run(images=1, rounds=1).bars
+    promises = [bar for bar in bars if bar.name.startswith("ep,") or "bytes" in bar.name]  # no times
+    assert len(promises) == 5
+    assert [bar for bar in promises if not bar.holds] == []

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
+from ermoe.errors import UserError
+
 if TYPE_CHECKING:
     from ermoe.models.count import Count
     from ermoe.models.presets import Way
@@ -18,14 +20,32 @@ if TYPE_CHECKING:
 class Info:
     """Parameters and multiply-adds per image of a model, by part, beside the paper's figures.
 
-    Presets: paper-b16, parity-b16, dense-experts-b16, v-moe-b16, vit-b16, small-s16, tiny-ti16. Nothing is downloaded
-    and no weights are made.
+    Presets: paper-b16, parity-b16, dense-experts-b16, v-moe-b16, vit-b16, huge-h14, small-s16, tiny-ti16. Nothing is
+    downloaded and no weights are made. With --cluster HOSTSxDEVICES it says instead what training asks of every device,
+    for each --parallel: memory without activations, what a step sends, and how long the slowest link takes for that.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|FOLDER")]
     """A preset, or a folder that ermoe.save wrote."""
+    cluster: str | None = None
+    """Hosts and devices of each, such as 16x8."""
+    images: int = 32
+    """With --cluster: images on each device in a step."""
+    memory: float = 80
+    """With --cluster: of a device, in GB."""
+    network: float = 25
+    """With --cluster: what a device sends to other hosts, in GB a second."""
+    link: float = 300
+    """With --cluster: what a device sends within its host, in GB a second."""
+
+    def __post_init__(self) -> None:
+        if min(self.images, self.memory, self.network, self.link) <= 0:
+            raise UserError("--images, --memory, --network and --link must be more than 0")
 
     def __call__(self, console: Console) -> None:
+        if self.cluster is not None:
+            _show_cluster(self, console)
+            return
         if not Path(self.model).is_dir():
             _show_preset(self.model, console)
             return
@@ -44,6 +64,51 @@ def _show_preset(name: str, console: Console) -> None:
     _show_ways(presets.ways(chosen), console)
     if name in presets.PAPER:
         console.print(presets.WHAT_DOES_NOT_FIT)
+
+
+def _show_cluster(info: Info, console: Console) -> None:
+    from ermoe.models import layouts, presets
+    from ermoe.models.io import weightless
+    from ermoe.studies.tables import Table
+
+    hosts, devices = _hosts_and_devices(info.cluster or "")
+    is_folder = Path(info.model).is_dir()
+    model = weightless(info.model) if is_folder else presets.preset(info.model).build(device="meta")
+    size = layouts.size_of(model)
+    parts = ("tokens", "routing columns", "parameters, twice", "gradients")
+    rows = []
+    for layout in layouts.layouts(size, hosts, devices):
+        needed = layouts.needs(size, layout, images=info.images)
+        left = info.memory - needed.memory / 1e9
+        seconds = layouts.seconds(needed, layout, hosts, devices, network=1e9 * info.network, link=1e9 * info.link)
+        among = f" {layout.expert_processes}" if layout.parallel.endswith("ep") else ""
+        sent = [f"{needed.sent[part] / 1e9:.2f}" if part in needed.sent else "–" for part in parts]
+        fits = f"{left:.1f}" if left > 0 else "too little"
+        rows.append([layout.parallel + among, f"{needed.memory / 1e9:.1f}", fits, *sent, f"{1e3 * seconds:.0f}"])
+    millions = presets.millions
+    console.print(
+        f"{info.model}: {millions(size.experts)} parameters in experts, {millions(size.rest)} in the rest; "
+        f"{hosts * devices} devices of {info.memory:g} GB, {info.images} images of {size.tokens} tokens on each; "
+        "float32, AdamW, even routing"
+    )
+    header = ["parallel", "GB held", "GB left", "sent: tokens", "columns", "parameters", "gradients", "ms"]
+    console.print(Table(header, rows).terminal())
+    console.print(
+        "Held: parameters, gradients and moments, and what is gathered for a block; left: for activations. Sent: GB of "
+        "a device in a step; ms: on the slower link, if nothing is hidden behind computing. The number beside ep is "
+        "--expert-processes."
+    )
+
+
+def _hosts_and_devices(text: str) -> tuple[int, int]:
+    """
+    >>> _hosts_and_devices("16x8")
+    (16, 8)
+    """
+    hosts, _, devices = text.partition("x")
+    if not (hosts.isdecimal() and devices.isdecimal() and int(hosts) >= 1 and int(hosts) * int(devices) > 1):
+        raise UserError(f"--cluster {text}: give hosts and devices of each, such as 16x8, at least two devices in all")
+    return int(hosts), int(devices)
 
 
 def _show(name: str, counted: Count, console: Console) -> None:

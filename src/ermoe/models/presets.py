@@ -63,6 +63,11 @@ PRESETS: dict[str, Preset] = {
         _B16, {"router": "v-moe"}, about="V-MoE B/16, every-2, 8 experts, 2 a token: the paper's main baseline."
     ),
     "vit-b16": Preset(_B16, None, about="The dense ViT-B/16 that all of these start from."),
+    "huge-h14": Preset(
+        "vit_huge_patch14_224",
+        {"num_experts": 64, "rank": 840},
+        about="ViT-H/14 with 64 experts of rank 840 in every second block: a model for a cluster; see --cluster.",
+    ),
     "small-s16": Preset("vit_small_patch16_224", {}, about="ViT-S/16 at full rank."),
     "tiny-ti16": Preset("vit_tiny_patch16_224", {}, about="ViT-Ti/16 at full rank."),
 }

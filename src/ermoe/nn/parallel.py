@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,10 @@ def _copied(model: nn.Module) -> nn.Module:
     apart = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
     device = next(model.parameters()).device
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    # Rows travel while gradients are averaged: on one line, either would have to wait for the other's turn.
+    line = cast(dist.ProcessGroup, dist.new_group()) if apart else None
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, process_group=line)
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -24,13 +24,13 @@ class Bench:
     need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
     (`pip install "ermoe[bench]"`). `parts` says where a layer's time goes at three sizes, `routing` is the cost of
     deciding, `scaling` the growth with experts, tokens, k and rank, `model` whole networks, `data` whether images
-    arrive as fast as they are used. All run on the CPU. Close other programs first: medians forgive a busy minute, not
-    a busy hour.
+    arrive as fast as they are used, `scale` what two and four processes hold and send. All run on the CPU. Close other
+    programs first: medians forgive a busy minute, not a busy hour.
     """
 
-    what: Annotated[Literal["layer", "parts", "routing", "scaling", "model", "data", "all"], tyro.conf.Positional] = (
-        "layer"
-    )
+    what: Annotated[
+        Literal["layer", "parts", "routing", "scaling", "model", "data", "scale", "all"], tyro.conf.Positional
+    ] = "layer"
     """Which benchmark to run."""
     rounds: int = 15
     """Rounds in which every candidate runs once."""
@@ -56,7 +56,7 @@ class Bench:
     def __call__(self, console: Console) -> None:
         if self.instructions == "avx2":
             cpu.limit_to_avx2()
-        from ermoe.studies.bench import data, layer, model, parts
+        from ermoe.studies.bench import data, layer, model, parts, scale
         from ermoe.studies.bench.peers import Shape
         from ermoe.studies.bench.result import save, show
 
@@ -70,6 +70,7 @@ class Bench:
             "scaling": lambda: layer.scaling(shape, rounds=rounds, threads=threads),
             "model": lambda: model.run(images=self.images, rounds=rounds, threads=threads),
             "data": lambda: data.run(self.data, rounds=rounds, threads=threads),
+            "scale": lambda: scale.run(images=self.images, rounds=rounds),
         }
         for name in benchmarks if self.what == "all" else [self.what]:
             result = benchmarks[name]()
