@@ -8,7 +8,8 @@ with the strongest answer is chosen. Its figures come from the test split, which
 choice (ImageNet's 1,000 classes in their order, one photograph each, in both). All questions are recorded, whatever
 comes out. For a group: the share of a photograph's choices that fall on the expert, in the group and outside of it, and
 in as many photographs drawn at random, 1,000 times. For a look: the mean of the expert's patches in standard deviations
-of all patches, and of patches dealt out at random. Adds to benchmarks/results/expert_findings.jsonl.
+of all patches, and of patches dealt out at random among the same eight photographs. Adds to
+benchmarks/results/expert_findings.jsonl.
 
 Letters: N photographs, G of them in a group, E experts, K draws.
 """
@@ -118,15 +119,20 @@ def _name(figures: dict[str, Any]) -> str:
     return f"{short(figures['layer'])}, expert {figures['expert']}"
 
 
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
 def groups_table(records: Sequence[Record]) -> Table:
     """Every group, with the expert that the train split chose for it and what that does with other photographs."""
     rows = []
     for group in GROUPS:
         figures = _figures(records, group)
-        own, chance = figures["measured"], "{shuffled:.1%} ± {shuffled_sd:.1%}"
+        own = figures["measured"]
         distance = (own["own"] - own["shuffled"]) / own["shuffled_sd"]
-        cells = [f"{figures['chosen']['own']:.1%}", f"{own['own']:.1%}", f"{own['others']:.1%}", chance.format(**own)]
-        rows.append([group, _name(figures), *cells, f"{distance:.1f}"])
+        share = [f"{100 * value:.1f} %" for value in (figures["chosen"]["own"], own["own"], own["others"])]
+        chance = f"{100 * own['shuffled']:.1f} ± {100 * own['shuffled_sd']:.1f} %"
+        rows.append([group, _name(figures), *share, chance, f"{distance:.1f}"])
     held = ["held out: there", "everywhere else", "as many at random", "distance in sd"]
     return Table(["group", "chosen", "where it was chosen", *held], rows)
 
@@ -137,14 +143,14 @@ def looks_table(records: Sequence[Record]) -> Table:
     for look in ATTRIBUTES:
         figures = _figures(records, look)
         (own, shuffled), (before, _) = figures["measured"][look], figures["chosen"][look]
-        rows.append([look, _name(figures), f"{before:+.2f}", f"{own:+.2f}", f"{shuffled:+.2f}"])
+        rows.append([look, _name(figures), *map(_signed, (before, own, shuffled))])
     return Table(["look", "chosen", "where it was chosen", "held out", "shuffled"], rows)
 
 
 def expert_table(records: Sequence[Record], question: str) -> Table:
     """All looks of the expert that was chosen for one, on photographs held out."""
     measured = _figures(records, question)["measured"]
-    rows = [[name, f"{own:+.2f}", f"{shuffled:+.2f}"] for name, (own, shuffled) in measured.items() if name != "place"]
+    rows = [[name, _signed(own), _signed(shuffled)] for name, (own, shuffled) in measured.items() if name != "place"]
     own, shuffled = measured["place"]
     rows.append(["bits about the place", f"{own:.2f}", f"{shuffled:.2f}"])
     return Table(["its patches, in standard deviations of all patches", "it", "shuffled"], rows)
