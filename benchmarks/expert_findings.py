@@ -3,86 +3,169 @@
     ermoe upcycle deit_tiny_patch16_224 IMAGES --weights FILE --init clusters --images 400 --out deit
     python benchmarks/expert_findings.py deit IMAGES
 
-One pass over the test images (ImageNet's 1,000 classes in their order, one image each). For groups of classes: the
-share of an image's choices that fall on an expert, in the group and outside of it, and in as many images drawn at
-random, 1,000 times. For looks: the mean of an expert's patches in standard deviations of all patches, and of patches
-dealt out at random. Adds a line to benchmarks/results/bench.jsonl.
+Each question, a group of classes or a look, is put to all experts on the photographs of the train split, and the expert
+with the strongest answer is chosen. Its figures come from the test split, which had no part in the conversion or in the
+choice (ImageNet's 1,000 classes in their order, one photograph each, in both). All questions are recorded, whatever
+comes out. For a group: the share of a photograph's choices that fall on the expert, in the group and outside of it, and
+in as many photographs drawn at random, 1,000 times. For a look: the mean of the expert's patches in standard deviations
+of all patches, and of patches dealt out at random among the same eight photographs. Adds to
+benchmarks/results/expert_findings.jsonl.
+
+Letters: N photographs, G of them in a group, E experts, K draws.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
+from torch import Tensor
 
 import ermoe
-from ermoe.explorer.cards import Cards
+from ermoe.explorer.cards import ATTRIBUTES, Cards
+from ermoe.explorer.inspection import short
 from ermoe.explorer.patches import patch_grid
 from ermoe.images.run import transform_for
-from ermoe.studies.bench.result import Result, save, show
+from ermoe.studies.record import Record, add_records, new_record
+from ermoe.studies.tables import Table
 
-GROUPS = {"animals": range(398), "food": range(923, 970)}
-FINDINGS = [("blocks.5.mlp", 2, "animals"), ("blocks.7.mlp", 6, "food"), ("blocks.11.mlp", 2, "animals")]
-LOOKS = [("blocks.5.mlp", 7)]
+STUDY = "expert_findings"
+GROUPS: dict[str, Sequence[int]] = {
+    "animals": range(398),
+    "birds": [*range(7, 25), *range(80, 101), *range(127, 147)],
+    "dogs": range(151, 269),
+    "insects": range(300, 327),
+    "food": range(923, 970),
+    "landscapes": [970, *range(972, 981)],
+}
 BATCH, DRAWS = 8, 1000
 
 
-def counted(model: torch.nn.Module, data: str) -> Cards:
-    """Cards of all test images."""
-    images, transform = ermoe.open_images(data, "test"), transform_for(model)
+def counted(model: torch.nn.Module, data: str, split: Literal["train", "test"]) -> tuple[Cards, Tensor]:
+    """Cards of all photographs of a split, and the classes of these."""
+    images, transform = ermoe.open_images(data, split), transform_for(model)
     side = transform.size
     cards = Cards(model, patch_grid(model, torch.empty(1, 3, side, side)), images.classes)
     for start in range(0, len(images), BATCH):
         rows = np.arange(start, min(start + BATCH, len(images)))
         pixels = transform.host(images, rows, 0)
         cards.add(transform.device(pixels, images.label_N[rows], rows, 0), pixels)
-    return cards
+    return cards, images.label_N
 
 
-def of_group(cards: Cards, layer: str, expert: int, group: str, label_N: torch.Tensor) -> dict[str, float]:
-    """Mean share of the choices inside and outside of a group of classes, and in groups drawn at random."""
-    _, count_NE = cards.counts(layer)
-    share_N = count_NE[:, expert] / count_NE.sum(1)
-    inside_N = torch.isin(label_N, torch.tensor(GROUPS[group]))
-    generator, number = torch.Generator().manual_seed(0), int(inside_N.sum())
-    drawn = torch.stack(
-        [share_N[torch.randperm(len(share_N), generator=generator)[:number]].mean() for _ in range(DRAWS)]
-    )
-    name = f"{layer} expert {expert}"
+def of_group(cards: Cards, label_N: Tensor, group: str) -> dict[tuple[str, int], dict[str, float]]:
+    """By expert its mean share of the choices inside and outside of a group, and in groups drawn at random."""
+    inside_N = torch.isin(label_N, torch.tensor(list(GROUPS[group])))
+    generator = torch.Generator().manual_seed(0)
+    draw_KG = torch.rand(DRAWS, len(label_N), generator=generator).argsort(1)[:, : int(inside_N.sum())]
+    found = {}
+    for layer in cards.layers:
+        _, count_NE = cards.counts(layer)
+        share_NE = count_NE / count_NE.sum(1, keepdim=True)
+        drawn_KE = torch.stack([share_NE[draw_G].mean(0) for draw_G in draw_KG])
+        rows = {
+            "own": share_NE[inside_N].mean(0),
+            "others": share_NE[~inside_N].mean(0),
+            "shuffled": drawn_KE.mean(0),
+            "shuffled_sd": drawn_KE.std(0),
+        }
+        for expert in range(share_NE.shape[1]):
+            found[layer, expert] = {name: float(row_E[expert]) for name, row_E in rows.items()}
+    return found
+
+
+def of_looks(cards: Cards) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """By expert how its patches look and what they tell about the place: itself, and shuffled."""
     return {
-        f"{name}, {group}": float(share_N[inside_N].mean()),
-        f"{name}, others": float(share_N[~inside_N].mean()),
-        f"{name}, {group} shuffled": float(drawn.mean()),
-        f"{name}, {group} shuffled sd": float(drawn.std()),
+        (card.layer, card.expert): {name: list(pair) for name, pair in {**card.looks, "place": card.place_bits}.items()}
+        for card in cards.all_cards()
     }
+
+
+def findings(model: torch.nn.Module, data: str) -> list[Record]:
+    """A record of every question: the expert that the train split chose, and its figures on both splits."""
+    (seen, seen_label_N), (held, held_label_N) = (counted(model, data, split) for split in ("train", "test"))
+    answers: list[tuple[str, tuple[str, int], Any, Any]] = []
+    for group in GROUPS:
+        before, after = of_group(seen, seen_label_N, group), of_group(held, held_label_N, group)
+        expert = max(before, key=lambda e: (before[e]["own"] - before[e]["shuffled"]) / before[e]["shuffled_sd"])
+        answers.append((group, expert, before[expert], after[expert]))
+    looks_before, looks_after = of_looks(seen), of_looks(held)
+    for look in ATTRIBUTES:
+        expert = max(looks_before, key=lambda e: abs(looks_before[e][look][0] - looks_before[e][look][1]))
+        answers.append((look, expert, looks_before[expert], looks_after[expert]))
+    settings = {"chosen_on": seen.num_images, "measured_on": held.num_images, "draws": DRAWS}
+    return [
+        new_record(
+            STUDY,
+            question,
+            settings=settings,
+            figures={"layer": layer, "expert": expert, "chosen": before, "measured": after},
+        )
+        for question, (layer, expert), before, after in answers
+    ]
+
+
+def _figures(records: Sequence[Record], question: str) -> dict[str, Any]:
+    """Of the last run of a question."""
+    return dict([record for record in records if record["name"] == question][-1]["figures"])
+
+
+def _name(figures: dict[str, Any]) -> str:
+    return f"{short(figures['layer'])}, expert {figures['expert']}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def groups_table(records: Sequence[Record]) -> Table:
+    """Every group, with the expert that the train split chose for it and what that does with other photographs."""
+    rows = []
+    for group in GROUPS:
+        figures = _figures(records, group)
+        own = figures["measured"]
+        distance = (own["own"] - own["shuffled"]) / own["shuffled_sd"]
+        share = [f"{100 * value:.1f} %" for value in (figures["chosen"]["own"], own["own"], own["others"])]
+        chance = f"{100 * own['shuffled']:.1f} ± {100 * own['shuffled_sd']:.1f} %"
+        rows.append([group, _name(figures), *share, chance, f"{distance:.1f}"])
+    held = ["held out: there", "everywhere else", "as many at random", "distance in sd"]
+    return Table(["group", "chosen", "where it was chosen", *held], rows)
+
+
+def looks_table(records: Sequence[Record]) -> Table:
+    """Every look, with the expert that the train split chose for it and what its patches are like elsewhere."""
+    rows = []
+    for look in ATTRIBUTES:
+        figures = _figures(records, look)
+        (own, shuffled), (before, _) = figures["measured"][look], figures["chosen"][look]
+        rows.append([look, _name(figures), *map(_signed, (before, own, shuffled))])
+    return Table(["look", "chosen", "where it was chosen", "held out", "shuffled"], rows)
+
+
+def expert_table(records: Sequence[Record], question: str) -> Table:
+    """All looks of the expert that was chosen for one, on photographs held out."""
+    measured = _figures(records, question)["measured"]
+    rows = [[name, _signed(own), _signed(shuffled)] for name, (own, shuffled) in measured.items() if name != "place"]
+    own, shuffled = measured["place"]
+    rows.append(["bits about the place", f"{own:.2f}", f"{shuffled:.2f}"])
+    return Table(["its patches, in standard deviations of all patches", "it", "shuffled"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("data")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cards = counted(ermoe.load(options.model).eval(), options.data)
-    label_N = ermoe.open_images(options.data, "test").label_N
-    result = Result("expert_findings", {"images": cards.num_images}, reference="shuffled")
-    for layer, expert, group in FINDINGS:
-        result.figures |= of_group(cards, layer, expert, group, label_N)
-    for layer, expert in LOOKS:
-        card = cards.card(layer, expert)
-        for name, (own, shuffled) in card.looks.items():
-            result.figures |= {f"{layer} expert {expert}, {name}": own}
-            result.figures |= {f"{layer} expert {expert}, {name} shuffled": shuffled}
-        own, shuffled = card.place_bits
-        result.figures |= {f"{layer} expert {expert}, bits of place": own}
-        result.figures |= {f"{layer} expert {expert}, bits of place shuffled": shuffled}
-    console = Console()
-    show(result, console)
-    console.print(f"written: {save(result, options.out)}")
+    records = add_records(options.out / f"{STUDY}.jsonl", *findings(ermoe.load(options.model).eval(), options.data))
+    for table in (groups_table(records), looks_table(records)):
+        print(table.markdown(), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import brain_ixi50
 import brain_regions
+import expert_findings
 import real_weights
 import retrieval_flickr8k
 import routers_digits
@@ -180,6 +181,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
     "flickr8k-deit": lambda: retrieval_flickr8k.towers(lines_of("flickr8k_deit")),
     "flickr8k-deit-pairs": lambda: retrieval_flickr8k.pairs(lines_of("flickr8k_deit")),
+    "expert-groups": lambda: expert_findings.groups_table(lines_of(expert_findings.STUDY)),
+    "expert-looks": lambda: expert_findings.looks_table(lines_of(expert_findings.STUDY)),
+    "expert-sky": lambda: expert_findings.expert_table(lines_of(expert_findings.STUDY), "contrast"),
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,

@@ -1,5 +1,6 @@
 """The explorer in a real browser: what it shows is what the model does, for everybody, at every width."""
 
+import copy
 import csv
 import http.client
 import io
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -28,19 +30,32 @@ from ermoe.explorer.server import Explorer
 from ermoe.explorer.subject import Subject
 from ermoe.images.run import transform_for
 from ermoe.nn import moe_layers
+from ermoe.nn.scores import PrototypeScore
 from support.axe import axe_script, violations
 from support.browser import CHROMIUM, Browser
-from support.inspected import model
+from support.inspected import SIZE, model
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
 SAVED = Path(__file__).parents[1] / "fixtures" / "saved.tar.xz"
 READY = "explorer.panels().length && explorer.panels().every(p => p.seen && !p.asking && p.image.complete)"
 
 
+def converted():
+    """A dense model whose experts were fitted to groups of tokens: they compare by prototypes in one shared basis."""
+    torch.manual_seed(2)
+    dense = timm.create_model("vit_tiny_patch16_224", **SIZE)
+    images, transform = open_images("digits", "train"), transform_for(dense)
+    rows = np.arange(64)
+    batch = transform.device(transform.host(images, rows, 0), images.label_N[rows], rows, 0).image
+    generator = torch.Generator().manual_seed(2)
+    options = {"num_experts": 4, "score": "prototype", "routing_basis": "shared"}
+    return ermoe.upcycle(dense, init="clusters", calibration=[batch], generator=generator, **options).eval()
+
+
 @pytest.fixture(scope="module")
 def served():
     images = open_images("digits", "test")
-    networks = {"fills": model(), "prunes": model(below_threshold="prune", seed=1)}
+    networks = {"fills": model(), "prunes": model(below_threshold="prune", seed=1), "converted": converted()}
     subjects = [
         Subject(name, own, transform_for(own), images.classes, images.classes) for name, own in networks.items()
     ]
@@ -136,6 +151,27 @@ def test_what_is_shown_is_what_the_model_does(browser):
     check(browser, "fills", model(), index)
 
 
+def test_what_is_shown_of_a_converted_model_with_prototypes_is_what_it_does(browser):
+    own = converted()
+    assert all(isinstance(layer.score, PrototypeScore) for layer in moe_layers(own).values())
+    browser.evaluate(
+        "{ const o = document.getElementById('other'); o.value = 'converted'; o.dispatchEvent(new Event('change')) }"
+    )
+    browser.wait_until(READY)
+    index, panel = int(browser.evaluate("explorer.state.picture")), ".panel:nth-child(2)"
+    check(browser, "converted", copy.deepcopy(own), index)
+    slide(browser, f"{panel} .threshold input", 0.2)
+    slide(browser, f"{panel} .experts input", 3)
+    before = check(browser, "converted", copy.deepcopy(own), index, threshold=0.2, top_k=3)
+    browser.evaluate(f"document.querySelector('{panel} .offsets').open = true")
+    slide(browser, f"{panel} .offsets input", 0.75)
+    offsets = {"blocks.3.mlp": [0.75, 0.0, 0.0, 0.0]}
+    after = check(browser, "converted", copy.deepcopy(own), index, threshold=0.2, top_k=3, offsets=offsets)
+    first, then = (int((seen["blocks.3.mlp"].dense_weights()[:, 0] > 0).sum()) for seen in (before, after))
+    assert then > first
+    check(browser, "fills", model(), index)
+
+
 def test_two_models_links_and_uploads(browser, served):
     browser.evaluate(
         "{ const o = document.getElementById('other'); o.value = 'prunes'; o.dispatchEvent(new Event('change')) }"
@@ -209,30 +245,85 @@ def test_the_keyboard_alone_reaches_everything(browser):
     assert browser.evaluate("document.querySelector('.where').textContent") != first
 
 
-def test_the_page_of_brains(tmp_path):
+@pytest.fixture(scope="module")
+def brains(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("brains")
     with tarfile.open(SAVED) as archive:
-        archive.extractall(tmp_path, members=[m for m in archive if m.name.startswith("brain/")], filter="data")
-    running = Served(open_explorer([str(tmp_path / "brain" / "run")], str(tmp_path / "brain" / "bids")))
+        archive.extractall(folder, members=[m for m in archive if m.name.startswith("brain/")], filter="data")
+    running = Served(open_explorer([str(folder / "brain" / "run")], str(folder / "brain" / "bids")))
     running.start()
-    script = axe_script(tmp_path)
-    with Browser(1200) as browser:
-        browser.open(running.url)
-        browser.wait_until("explorer.brain() !== null")
-        browser.evaluate("document.getElementById('hide').click()")
-        browser.wait_until("document.getElementById('without').textContent.startsWith('Without one cube')")
-        browser.evaluate("document.querySelector('[value=occlusion]').click()")
-        browser.wait_until(
-            "explorer.change()?.filter(v => v !== null).length === explorer.brain().tissue.filter(t => t >= 0).length"
-        )
-        for width in (390, 1200, 2000):
-            browser.resize(width, 900)
-            assert violations(browser, script) == []
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-        browser.evaluate("document.getElementById('turn').open = true")
-        browser.wait_until("document.getElementById('frame').src.includes('api/view')")
-        assert browser.errors == []
-        assert [a for a in browser.requests if not a.startswith((running.url, "data:", "blob:", "about:"))] == []
+    yield running
     running.close()
+
+
+@pytest.fixture
+def brain_page(brains):
+    with Browser(1200) as opened:
+        opened.open(brains.url)
+        opened.wait_until("window.explorer !== undefined && explorer.brain() !== null")
+        yield opened
+        assert opened.errors == []
+        assert [a for a in opened.requests if not a.startswith((brains.url, "data:", "blob:", "about:"))] == []
+
+
+ALL_OCCLUDED = (
+    "explorer.change()?.filter(v => v !== null).length === explorer.brain().tissue.filter(t => t >= 0).length"
+)
+
+
+def test_the_page_of_brains(brain_page, tmp_path):
+    script = axe_script(tmp_path)
+    brain_page.evaluate("document.getElementById('hide').click()")
+    brain_page.wait_until("document.getElementById('without').textContent.startsWith('Without one cube')")
+    brain_page.evaluate("document.querySelector('[value=occlusion]').click()")
+    brain_page.wait_until(ALL_OCCLUDED)
+    for width in (390, 1200, 2000):
+        brain_page.resize(width, 900)
+        assert violations(brain_page, script) == []
+        assert brain_page.evaluate("document.documentElement.scrollWidth") <= width
+    brain_page.evaluate("document.getElementById('turn').open = true")
+    brain_page.wait_until("document.getElementById('frame').src.includes('api/view')")
+
+
+def test_the_keyboard_alone_goes_through_a_brain(brain_page):
+    """No focus is set but by Tab, no value but by keys."""
+
+    def go_to(wanted):
+        for _ in range(60):
+            brain_page.press("Tab")
+            if brain_page.evaluate(f"document.activeElement.matches({wanted!r})"):
+                return
+        pytest.fail(f"Tab never reaches {wanted}")
+
+    for wanted in ("#link", "#png", "#csv", "#theme", "#strength", "#turn summary", "#show"):
+        go_to(wanted)
+    first = brain_page.evaluate("explorer.state.scan")
+    go_to("#scans button[aria-pressed=false]")
+    brain_page.press("Enter", text="\r")
+    brain_page.wait_until(f"explorer.state.scan !== {first} && document.getElementById('status').textContent === ''")
+    before = brain_page.evaluate("explorer.state.cube.slice()")
+    for axis, name in enumerate("xyz"):
+        go_to(f"#{name}")
+        brain_page.press("ArrowLeft")
+        cube = brain_page.evaluate("explorer.state.cube.slice()")
+        assert cube[axis] == before[axis] - 1
+        brain_page.press("ArrowRight")
+    assert brain_page.evaluate("explorer.state.cube.slice()") == before
+    assert "goes to" in brain_page.evaluate("document.getElementById('said').textContent")
+    go_to("#hide")
+    brain_page.press("Enter", text="\r")
+    brain_page.wait_until("document.getElementById('without').textContent.startsWith('Without one cube')")
+    go_to("#show")
+    brain_page.press("Enter", text="\r")
+    brain_page.wait_until("document.getElementById('without').textContent === 'Nothing is hidden.'")
+    go_to("[name=overlay]")
+    brain_page.press("ArrowRight")
+    brain_page.wait_until("explorer.state.overlay === 'tissue'")
+    brain_page.press("ArrowRight")
+    brain_page.wait_until(f"explorer.state.overlay === 'occlusion' && {ALL_OCCLUDED}")
+    go_to("#turn summary")
+    brain_page.press("Enter", text="\r")
+    brain_page.wait_until("document.getElementById('frame').src.includes('api/view')")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Brains in the explorer: the experts of a scan's cubes, its tissues, and its age as it changes when cubes are hidden.
 
-Letters: X, Y, Z voxels, x, y, z cubes, S = x·y·z of them, E experts, F folds.
+Letters: X, Y, Z voxels, x, y, z cubes, S = x·y·z of them, E experts, K shuffles, B of the same scan at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -25,34 +24,25 @@ from torch import Tensor
 
 from ermoe._version import __version__
 from ermoe.analysis.plots import expert_colours
-from ermoe.brain.data.preprocess import Volume, prepare
 from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.estimation import in_voxels
-from ermoe.brain.inputs import network_input, partial_volumes, tissue_means, voxels
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.recipes import reduction
 from ermoe.errors import UserError
+from ermoe.explorer.cubes import Cubes, cubes_of, edge_of, grey, layers_of, tissue_sums
 from ermoe.explorer.inspection import short
-from ermoe.explorer.look import Change, look
+from ermoe.explorer.look import Change
 from ermoe.explorer.server import Desk, change_of, object_of, whole_number
 from ermoe.nn import moe_layers
 
-_KEPT, _AT_ONCE, _SHUFFLES = 4, 8, 20
+_KEPT, _AT_ONCE = 4, 8
 _OVERLAYS = ("experts", "tissue", "occlusion")
 
 
 @dataclass(slots=True)
 class _Brain:
-    """One scan, ready: what networks are given, its cubes, and what hiding each of them did so far."""
+    """One scan, ready: its cubes, its age, and what hiding each cube did so far."""
 
-    scan: Scan
-    volume: Volume
-    input_1Cxyz: Tensor
-    mask_1xyz: Tensor
-    folds: list[str]
-    grid: tuple[int, int, int]
-    real_S: Tensor
-    tissue_S3: Tensor
+    cubes: Cubes
     age: float
     change_S: Tensor
 
@@ -65,7 +55,7 @@ class Brains(Desk):
     def __init__(self, name: str, model: BrainAgeModel, scans: Sequence[Scan], *, command: str = "") -> None:
         super().__init__()
         self.name, self.model, self.scans, self.command = name, model, list(scans), command
-        self.edge = model.patch_size // reduction(model.input)
+        self.edge = edge_of(model)
         if not any(moe_layers(network) for network in model.networks.values()):
             raise UserError(f"{name} has no mixture-of-experts layer to explore: train it with method ermoe")
         self._brains: OrderedDict[int, _Brain] = OrderedDict()
@@ -108,7 +98,9 @@ class Brains(Desk):
         if not isinstance(cubes, list) or len(cubes) > 10_000:
             raise UserError("cubes: need a list of their numbers")
         hidden = [whole_number(cube, "cubes") for cube in cubes]
-        return JSONResponse({"age": await self.compute(lambda: float(self._without(self._get(number), [hidden])[0]))})
+        return JSONResponse(
+            {"age": await self.compute(lambda: float(self._without(self._get(number).cubes, [hidden])[0]))}
+        )
 
     async def occlude(self, request: Request) -> Response:
         """Hides the next few cubes, one at a time; the page asks again until all are known."""
@@ -116,14 +108,15 @@ class Brains(Desk):
 
         def go_on() -> dict[str, Any]:
             brain = self._get(number)
-            open_S = brain.real_S & brain.change_S.isnan()
+            real_S = brain.cubes.real_S
+            open_S = real_S & brain.change_S.isnan()
             some = open_S.nonzero().flatten()[:_AT_ONCE].tolist()
             if some:
-                brain.change_S[some] = self._without(brain, [[cube] for cube in some]) - brain.age
+                brain.change_S[some] = self._without(brain.cubes, [[cube] for cube in some]) - brain.age
             change = [None if math.isnan(value) else value for value in brain.change_S.tolist()]
             return {
-                "done": int(brain.real_S.sum() - open_S.sum()) + len(some),
-                "of": int(brain.real_S.sum()),
+                "done": int(real_S.sum() - open_S.sum()) + len(some),
+                "of": int(real_S.sum()),
                 "change": change,
             }
 
@@ -153,60 +146,43 @@ class Brains(Desk):
         return self._brains[number]
 
     def _prepared(self, scan: Scan) -> _Brain:
-        volume = prepare(scan, self.model.preprocessing)
-        t1_XYZ, mask_XYZ = voxels(volume)
-        input_Cxyz, mask_xyz = network_input(self.model.input, t1_XYZ, mask_XYZ)
-        grid: Any = tuple(math.ceil(size / self.edge) for size in mask_xyz.shape)
-        pooled = partial(F.avg_pool3d, kernel_size=self.model.patch_size, ceil_mode=True, count_include_pad=True)
-        share_3XYZ = partial_volumes(t1_XYZ, mask_XYZ, tissue_means(t1_XYZ, mask_XYZ))
-        tissue_S3 = pooled(share_3XYZ.unsqueeze(0).float())[0].flatten(1).T
-        tissue_S3 = tissue_S3 / tissue_S3.sum(1, keepdim=True).clamp_min(1e-9)
-        real_S = F.max_pool3d(mask_xyz[None, None].float(), self.edge, ceil_mode=True).flatten() > 0
-        folds, _ = self.model.folds_for(scan.participant_id)
-        brain = _Brain(
-            scan, volume, input_Cxyz.unsqueeze(0), mask_xyz.unsqueeze(0), folds, grid, real_S, tissue_S3, math.nan,
-            torch.full((len(real_S),), math.nan),
-        )  # fmt: skip
-        brain.age = float(self._without(brain, [[]])[0])
+        cubes = cubes_of(scan, self.model)
+        brain = _Brain(cubes, math.nan, torch.full((len(cubes.real_S),), math.nan))
+        brain.age = float(self._without(cubes, [[]])[0])
         return brain
 
-    def _without(self, brain: _Brain, hidden: Sequence[Sequence[int]]) -> Tensor:
+    def _without(self, cubes: Cubes, hidden: Sequence[Sequence[int]]) -> Tensor:
         """Ages, one for each list of hidden cubes: no voxels, no mask, so nobody sees their tokens."""
-        shown_BS = torch.ones(len(hidden), len(brain.real_S), dtype=torch.bool)
-        for row, cubes in enumerate(hidden):
-            if any(cube >= len(brain.real_S) for cube in cubes):
-                raise UserError(f"there is no such cube: they go from 0 to {len(brain.real_S) - 1}")
-            shown_BS[row, list(cubes)] = False
-        if not bool((shown_BS & brain.real_S).any(1).all()):
+        shown_BS = torch.ones(len(hidden), len(cubes.real_S), dtype=torch.bool)
+        for row, own in enumerate(hidden):
+            if any(cube >= len(cubes.real_S) for cube in own):
+                raise UserError(f"there is no such cube: they go from 0 to {len(cubes.real_S) - 1}")
+            shown_BS[row, list(own)] = False
+        if not bool((shown_BS & cubes.real_S).any(1).all()):
             raise UserError("all of the brain is hidden: show some of it again")
-        shown = in_voxels(shown_BS.view(-1, *brain.grid), self.edge, brain.mask_1xyz)
-        output = self.model.outputs(brain.input_1Cxyz * shown.unsqueeze(1), brain.mask_1xyz & shown, brain.folds)
+        shown = in_voxels(shown_BS.view(-1, *cubes.grid), self.edge, cubes.mask_1xyz)
+        output = self.model.outputs(cubes.input_1Cxyz * shown.unsqueeze(1), cubes.mask_1xyz & shown, cubes.folds)
         return self.model.ages(output).float()
 
     def _told(self, number: int, change: Change) -> dict[str, Any]:
         brain = self._get(number)
-        network = self.model.networks[brain.folds[0]]
-        weight = next(network.parameters())
-        seen = look(network, brain.input_1Cxyz.to(weight), change, mask=brain.mask_1xyz.to(weight.device))
+        cubes = brain.cubes
         layers = []
-        for layer in seen.layers.values():
-            weight_SE = layer.weight_TE[1:]  # the class token is no place
+        for layer in layers_of(cubes, self.model.networks[cubes.folds[0]], change).values():
+            weight_SE = layer.weight_TE
             expert_S = torch.where(weight_SE.amax(1) > 0, weight_SE.argmax(1), -1)
-            score_SE = weight_SE if layer.score_TE is None else layer.score_TE[1:]
+            score_SE = weight_SE if layer.score_TE is None else layer.score_TE
             own = {"expert": expert_S.tolist(), "score": _packed(score_SE), "weight": _packed(weight_SE)}
-            layers.append({**own, "tissues": _tissues(weight_SE > 0, brain.tissue_S3)})
-        t1 = np.asarray(brain.volume.t1_XYZ)
-        low, high = np.percentile(t1[np.asarray(brain.volume.mask_XYZ)], [1, 99.5])
-        grey = np.where(brain.volume.mask_XYZ, 1 + 254 * np.clip((t1 - low) / max(high - low, 1e-6), 0, 1), 0)
-        tissue_S = torch.where(brain.real_S, brain.tissue_S3.argmax(1), -1)
+            layers.append({**own, "tissues": _tissues(weight_SE > 0, cubes.tissue_S3)})
+        tissue_S = torch.where(cubes.real_S, cubes.tissue_S3.argmax(1), -1)
         return {
-            "shape": t1.shape,
-            "t1": base64.b64encode(grey.astype(np.uint8).tobytes()).decode("ascii"),
-            "grid": brain.grid,
+            "shape": cubes.volume.t1_XYZ.shape,
+            "t1": base64.b64encode(grey(cubes.volume).tobytes()).decode("ascii"),
+            "grid": cubes.grid,
             "edge": self.model.patch_size,
             "age": brain.age,
-            "known": brain.scan.age,
-            "network": brain.folds[0],
+            "known": cubes.scan.age,
+            "network": cubes.folds[0],
             "tissue": tissue_S.tolist(),
             "layers": layers,
         }
@@ -227,13 +203,13 @@ class Brains(Desk):
             number_of = len(TISSUES) if overlay == "tissue" else max(found) + 1
             colours = ListedColormap(["#000000", *expert_colours(max(number_of, 1))])
         like = torch.empty(1, *told["shape"])
-        value_XYZ = in_voxels(value_S.view(1, *brain.grid), self.model.patch_size, like)[0].numpy()
-        value_XYZ = np.where(brain.volume.mask_XYZ, value_XYZ, 0)
-        image = partial(nibabel.Nifti1Image, affine=brain.volume.affine)
+        value_XYZ = in_voxels(value_S.view(1, *brain.cubes.grid), self.model.patch_size, like)[0].numpy()
+        value_XYZ = np.where(brain.cubes.volume.mask_XYZ, value_XYZ, 0)
+        image = partial(nibabel.Nifti1Image, affine=brain.cubes.volume.affine)
         signed = overlay == "occlusion"
         shown = view_img(
             image(value_XYZ.astype(np.float32)),
-            bg_img=image(np.asarray(brain.volume.t1_XYZ, np.float32)),
+            bg_img=image(np.asarray(brain.cubes.volume.t1_XYZ, np.float32)),
             cmap=colours, symmetric_cmap=signed, resampling_interpolation="nearest", opacity=0.6, colorbar=signed,
             threshold=1e-6, black_bg=True, title="",
         )  # fmt: skip
@@ -243,22 +219,12 @@ class Brains(Desk):
 
 def _tissues(used_SE: Tensor, tissue_S3: Tensor) -> list[dict[str, list[float]]]:
     """By expert the mean tissue shares of its cubes, and the same with experts dealt out at random: mean and spread."""
-    generator = torch.Generator().manual_seed(0)
-    real_S = used_SE.any(1)
-    used_SE, tissue_S3 = used_SE[real_S].float(), tissue_S3[real_S]
-    deals = [tissue_S3[torch.randperm(len(tissue_S3), generator=generator)] for _ in range(_SHUFFLES)]
-
-    def mean(share_S3: Tensor) -> Tensor:
-        return (used_SE.T @ share_S3) / used_SE.sum(0).clamp_min(1).unsqueeze(1)
-
-    own_E3, shuffled_KE3 = mean(tissue_S3), torch.stack([mean(deal) for deal in deals])
+    own_E3, shuffled_KE3, number_E = tissue_sums(used_SE, tissue_S3, torch.Generator().manual_seed(0))
+    number_E1 = number_E.clamp_min(1).unsqueeze(1)
+    own_E3, shuffled_KE3 = own_E3 / number_E1, shuffled_KE3 / number_E1
     return [
-        {
-            "own": own_E3[e].tolist(),
-            "shuffled": shuffled_KE3[:, e].mean(0).tolist(),
-            "sd": shuffled_KE3[:, e].std(0).tolist(),
-        }
-        for e in range(used_SE.shape[1])
+        {"own": own_3.tolist(), "shuffled": shuffled_K3.mean(0).tolist(), "sd": shuffled_K3.std(0).tolist()}
+        for own_3, shuffled_K3 in zip(own_E3, shuffled_KE3.unbind(1), strict=True)
     ]
 
 

@@ -8,8 +8,8 @@ S pixels of a side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -52,11 +52,15 @@ class Card:
         best_shuffled: what the first of them has in the mean when labels are shuffled.
         class_bits, place_bits: how far its choices are from those of all experts over classes and over places, in bits;
             each with the figure that shuffling alone gives.
-        places_hw: by place, its share of the choices there.
+        places: by view, (rows, columns): by place, its share of the choices there; one view of images, called "".
         looks: attribute → (mean over its patches, the same when its patches are dealt out at random), both in standard
             deviations of all patches.
+        tissues: of brains, tissue → (its share of the cubes, the same when experts are dealt out at random, and the
+            standard deviation of that).
         neighbours: (expert, overlap of the routing subspaces, their smallest angle in degrees), nearest first; of
             experts that share a subspace, that of the directions they compare tokens with.
+        words: captions nearest to what it takes.
+        nouns: what it takes, and what that is a part of.
     """
 
     layer: str
@@ -70,10 +74,16 @@ class Card:
     best_shuffled: float
     class_bits: tuple[float, float]
     place_bits: tuple[float, float]
-    places_hw: Tensor
-    looks: Mapping[str, tuple[float, float]]
+    places: Mapping[str, Tensor]
     neighbours: Sequence[tuple[int, float, float]]
+    looks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tissues: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     words: Sequence[str] = ()
+    nouns: tuple[str, str] = ("patch", "image")
+
+
+Words = Callable[["Cards", str, int], Sequence[str]]
+"""Captions for an expert of a layer, from what cards know."""
 
 
 class _Seen:
@@ -102,7 +112,7 @@ class Cards:
         self._index: list[int] = []
         self._look_sum = torch.zeros(2, len(ATTRIBUTES), dtype=torch.float64)  # of the attributes, and of their squares
         self._generator = torch.Generator().manual_seed(seed)
-        self._cosines: dict[str, Tensor | None] = {}
+        self._neighbours = Neighbours(self.layers)
 
     @property
     def num_images(self) -> int:
@@ -169,13 +179,10 @@ class Cards:
     def _add_best(self, seen: _Seen, score_BPE: Tensor, index: Sequence[int], pixel_B3SS: Tensor) -> None:
         score_BE, patch_BE = score_BPE.max(1)
         for expert, best in enumerate(seen.best):
-            bar = best[-1].score if len(best) == PATCHES else -torch.inf
             leading = score_BE[:, expert].topk(min(PATCHES, len(index))).indices.tolist()
-            for row in (row for row in leading if score_BE[row, expert] > bar):
+            for row in (row for row in leading if is_among_best(best, float(score_BE[row, expert]))):
                 patch, score = int(patch_BE[row, expert]), float(score_BE[row, expert])
-                best.append(BestPatch(index[row], patch, score, surroundings(pixel_B3SS[row], patch, self.grid_hw)))
-            best.sort(key=lambda found: -found.score)
-            del best[PATCHES:]
+                keep_best(best, BestPatch(index[row], patch, score, surroundings(pixel_B3SS[row], patch, self.grid_hw)))
 
     def counts(self, layer: str) -> tuple[list[int], Tensor]:
         """The numbers of the images seen, and how often their patches chose each expert, (N, E)."""
@@ -186,7 +193,7 @@ class Cards:
         seen = self._seen[layer]
         count_NE = torch.cat(seen.image_count)
         label_N = torch.tensor(self._labels)
-        own_C, shuffled_KC, bits = self._class_figures(count_NE, label_N, expert)
+        own_C, shuffled_KC, class_bits = self._class_figures(count_NE, label_N, expert)
         order = own_C.nan_to_num(-1).argsort(descending=True)[:_NAMED].tolist()
         return Card(
             layer=layer,
@@ -196,13 +203,13 @@ class Cards:
             load=float(count_NE[:, expert].sum() / count_NE.sum()),
             weight=float(seen.weight_E[expert] / seen.weight_E.sum()),
             best=list(seen.best[expert]),
-            classes=[(self.classes[c], float(own_C[c])) for c in order if own_C[c] > 0],
+            classes=[(self.classes[c], float(own_C[c])) for c in order if own_C[c] > 0 and self.classes[c]],
             best_shuffled=float(shuffled_KC.nan_to_num(-1).amax(1).mean()),
-            class_bits=bits,
-            place_bits=(_bits(seen.place_PE, expert), _bits(seen.shuffled_PE, expert)),
-            places_hw=(seen.place_PE[:, expert] / seen.place_PE.sum(1)).view(self.grid_hw),
+            class_bits=class_bits,
+            place_bits=(bits(seen.place_PE, expert), bits(seen.shuffled_PE, expert)),
+            places={"": (seen.place_PE[:, expert] / seen.place_PE.sum(1)).view(self.grid_hw)},
             looks=self._looks(seen, expert),
-            neighbours=self._nearest(layer, expert),
+            neighbours=self._neighbours.of(layer, expert),
             words=words,
         )
 
@@ -218,8 +225,8 @@ class Cards:
             for deal in deals
         ]
         share_KC = torch.stack([table_CE[:, expert] / table_CE.sum(1) for table_CE in tables])
-        bits = [_bits(table_CE, expert) for table_CE in tables]
-        return share_KC[0], share_KC[1:], (bits[0], sum(bits[1:]) / _SHUFFLES)
+        own, *shuffled = (bits(table_CE, expert) for table_CE in tables)
+        return share_KC[0], share_KC[1:], (own, sum(shuffled) / _SHUFFLES)
 
     def _looks(self, seen: _Seen, expert: int) -> dict[str, tuple[float, float]]:
         num_patches = self.num_images * self.grid_hw[0] * self.grid_hw[1]
@@ -232,9 +239,24 @@ class Cards:
         pairs = zip(own_A.tolist(), shuffled_A.tolist(), strict=True)
         return dict(zip(ATTRIBUTES, pairs, strict=True))
 
-    def _nearest(self, layer: str, expert: int) -> list[tuple[int, float, float]]:
+    def all_cards(self, words: Words | None = None) -> Iterator[Card]:
+        """Of every expert of every layer."""
+        for name, layer in self.layers.items():
+            for expert in range(layer.experts.num_experts):
+                yield self.card(name, expert, () if words is None else words(self, name, expert))
+
+
+class Neighbours:
+    """Which experts of a layer resemble each other; what is compared is computed once."""
+
+    def __init__(self, layers: Mapping[str, MixtureLayer]) -> None:
+        self._layers = layers
+        self._cosines: dict[str, Tensor | None] = {}
+
+    def of(self, layer: str, expert: int) -> list[tuple[int, float, float]]:
+        """(expert, overlap, smallest angle in degrees) of all others, nearest first; none where there is no angle."""
         if layer not in self._cosines:
-            self._cosines[layer] = subspace_cosines(self.layers[layer])
+            self._cosines[layer] = subspace_cosines(self._layers[layer])
         cosine_EEr = self._cosines[layer]
         if cosine_EEr is None:
             return []
@@ -243,10 +265,17 @@ class Cards:
         order = [e for e in cosine_EEr[expert].mean(-1).argsort(descending=True).tolist() if e != expert]
         return [(e, float(overlap_E[e]), float(angle_E[e])) for e in order]
 
-    def all_cards(self) -> Iterator[Card]:
-        """Of every expert of every layer."""
-        for name, layer in self.layers.items():
-            yield from (self.card(name, expert) for expert in range(layer.experts.num_experts))
+
+def is_among_best(best: Sequence[BestPatch], score: float) -> bool:
+    """Whether a patch with this score is to be kept."""
+    return len(best) < PATCHES or score > best[-1].score
+
+
+def keep_best(best: list[BestPatch], found: BestPatch) -> None:
+    """Takes one in, best first, and lets the last go where there are too many."""
+    best.append(found)
+    best.sort(key=lambda own: -own.score)
+    del best[PATCHES:]
 
 
 def subspace_cosines(layer: MixtureLayer) -> Tensor | None:
@@ -264,10 +293,10 @@ def subspace_cosines(layer: MixtureLayer) -> Tensor | None:
     return (psi_Er @ psi_Er.mT).unsqueeze(-1)
 
 
-def _bits(count_GE: Tensor, expert: int) -> float:
+def bits(count_GE: Tensor, expert: int) -> float:
     """Σ p(g|e) log₂ p(g|e) / p(g) over groups g: what knowing that this expert was chosen tells about the group.
 
-    >>> _bits(torch.tensor([[5, 5], [0, 10]]), 0)
+    >>> bits(torch.tensor([[5, 5], [0, 10]]), 0)
     1.0
     """
     own_G, all_G = count_GE[:, expert].double(), count_GE.sum(1).double()

@@ -34,18 +34,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Look into the routing of image classifiers and write one self-contained report.html.
+    """Look into the routing of models and write one self-contained report.html.
 
     Shown are load, images with patches coloured by expert and a slider through the layers, class–expert maps, scores,
     fallback against T, tail mass and accuracy against k, the experts' subspaces, orthonormality, and how routing
-    changed over a run's epochs. Several models are put side by side. Plots also go to OUT/figures as PNG, SVG and CSV.
+    changed over a run's epochs, and a card for every expert. Several models are put side by side. Plots also go to
+    OUT/figures as PNG, SVG and CSV.
     """
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL…")]
-    """Run folders, model folders, or repositories of the Hugging Face hub."""
-    data: str
+    """Run folders, model folders, or repositories of the Hugging Face hub; one index of ermoe retrieve; or one run of
+    ermoe brain train."""
+    data: str | None = None
     """Images to route (their test split): a folder in any of the layouts of docs/data.md, or a name: digits,
-    fashion-mnist."""
+    fashion-mnist. For a brain model, scans: a BIDS root, a folder or a NIfTI file. An index has its own images."""
+    captions: Path | None = None
+    """Captioned images, as for ermoe retrieve: their captions describe the experts of an index."""
     out: Path = Path("runs/inspect")
     """Folder for report.html and figures; an older report in it is replaced."""
     settings: Settings = field(default_factory=Settings)
@@ -56,7 +60,15 @@ class Inspect:
 
         settings = replace(self.settings, workers=self.machine.workers)
         with self.machine.started(console) as compute:
-            path = inspect(self.models, self.data, self.out, settings=settings, device=compute.device, console=console)
+            path = inspect(
+                self.models,
+                self.data,
+                self.out,
+                captions=self.captions,
+                settings=settings,
+                device=compute.device,
+                console=console,
+            )
         say(console, f"written: {path}")
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ermoe.data.images import Images, ImagesInMemory, open_images
 from ermoe.errors import UserError, library
-from ermoe.explorer.inspect import model_names
 from ermoe.explorer.pictures import Pictures, sample_pictures
+from ermoe.explorer.places import is_brain_age, is_index, model_names
+from ermoe.explorer.search import open_search, tower
 from ermoe.explorer.serve import Served
 from ermoe.explorer.subject import Subject
 from ermoe.files import StrPath, read_text
@@ -46,14 +47,15 @@ def open_explorer(
         raise UserError("no model given: ermoe explore MODEL… --data DATA")
     server = _server()
     options: dict[str, Any] = {"card_images": card_images, "command": command}
-    if len(places) == 1 and _is_brain_age(places[0]):
+    if len(places) == 1 and is_brain_age(places[0]):
         from ermoe.explorer.brains import open_brains
 
         return open_brains(places[0], data, device=device, command=command)
-    indices = [place for place in places if (Path(place) / "index.json").is_file()]
-    if indices:
-        subjects, images, options["search"] = _indexed(places, indices, data, captions, device)
-        return server.Explorer(subjects, Pictures(images), **options)
+    if indices := [place for place in places if is_index(place)]:
+        if len(places) > 1 or data is not None:
+            raise UserError(f"{indices[0]} is an index, which brings its model and images along: explore it alone")
+        search, images = open_search(indices[0], captions, device=device)
+        return server.Explorer([search.subject], Pictures(images), search=search, **options)
     if captions is not None:
         raise UserError("--captions describe the experts of an index: ermoe explore INDEX --captions FILE")
     images = sample_pictures() if data is None else open_images(data, "test")
@@ -62,39 +64,11 @@ def open_explorer(
     for name, place in zip(model_names(places), places, strict=True):
         model: Any = load(model_folder(place), device=device)
         if known_family(model) == "clip":
-            subjects.append(_tower(name, model, images))
+            subjects.append(tower(name, model, images))
             continue
         classes = _classes(model, images if data is not None else None, place)
         subjects.append(Subject(name, model, transform_for(model), classes, images.classes))
     return server.Explorer(subjects, Pictures(images), **options)
-
-
-def _is_brain_age(place: str) -> bool:
-    return any((Path(place) / folder / "brain_age.json").is_file() for folder in ("", "model"))
-
-
-def _indexed(
-    places: Sequence[str], indices: Sequence[str], data: str | None, captions: StrPath | None, device: Any
-) -> tuple[list[Subject], Images, Any]:
-    """The image tower of an index, its images, and the search among them."""
-    from ermoe.explorer.search import Search
-    from ermoe.retrieval.captions.catalogue import open_captions
-    from ermoe.retrieval.index import image_files, open_index
-
-    if len(places) > 1 or data is not None:
-        raise UserError(f"{indices[0]} is an index, which brings its model and images along: explore it alone")
-    index = open_index(indices[0], device=device)
-    images = image_files(index.root, index.files)
-    subject = _tower(model_names(indices)[0], index.model, images)
-    texts = [] if captions is None else open_captions(captions, split="all").texts
-    return [subject], images, Search(index, subject, texts)
-
-
-def _tower(name: str, clip: Any, images: Images) -> Subject:
-    """The tower that sees, of a model of images and words."""
-    from ermoe.retrieval.encode import image_transform
-
-    return Subject(name, clip.visual, image_transform(clip), [], images.classes)
 
 
 def _server() -> Any:

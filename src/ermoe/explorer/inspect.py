@@ -1,4 +1,4 @@
-"""What the experts of image classifiers do: one pass over a data set for each model, and one report of all of them.
+"""What the experts of models do: one pass over a data set for each model, and one report of all of them.
 
 Letters: N images, P pictures.
 """
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,14 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from ermoe.analysis.recorder import RoutingRecorder, record_routing
-from ermoe.data.augment import Batch
+from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, open_images, some_of
 from ermoe.errors import UserError
 from ermoe.explorer.cards import Cards
 from ermoe.explorer.commands import Settings
 from ermoe.explorer.inspection import AtK, Inspection, inspection_page, short
 from ermoe.explorer.patches import Patched, patch_experts, patch_grid
+from ermoe.explorer.places import is_brain_age, is_index, model_names
 from ermoe.files import StrPath
 from ermoe.images.run import transform_for
 from ermoe.models.io import load
@@ -41,20 +43,37 @@ _log = logging.getLogger("ermoe")
 
 def inspect(
     places: Sequence[str],
-    data: StrPath,
+    data: StrPath | None,
     out: StrPath,
     *,
+    captions: StrPath | None = None,
     settings: Settings | None = None,
     device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Path:
     """Writes ``out``/report.html and ``out``/figures for models (run folders, model folders, hub names) on test images.
 
-    Models are shown side by side, under the names of their folders.
+    Models are shown side by side, under the names of their folders. An index of ``ermoe retrieve`` brings its model
+    and images along, and ``captions`` describe its experts; for a run of ``ermoe brain train``, ``data`` are scans.
     """
     settings = Settings() if settings is None else settings
     if not places:
         raise UserError("no model given: ermoe inspect MODEL… --data DATA")
+    write = partial(_write, out=Path(out), settings=settings)
+    if special := next((place for place in places if is_index(place) or is_brain_age(place)), None):
+        if len(places) > 1:
+            raise UserError(f"{special} is no classifier of images to put beside others: inspect it alone")
+        if is_index(special):
+            return write(*_of_index(special, data, captions, settings, device, console))
+    if captions is not None:
+        raise UserError("--captions describe the experts of an index: ermoe inspect INDEX --captions FILE")
+    if data is None:
+        scans = special is not None
+        raise UserError(f"no {'scans' if scans else 'images'} given: ermoe inspect {places[0]} --data DATA")
+    if special is not None:
+        from ermoe.explorer.inspect_brains import of_brains
+
+        return write(*of_brains(special, data, device=device, console=console), noun="scan")
     named = zip(model_names(places), places, strict=True)
     models = {name: load(model_folder(place), device=device) for name, place in named}
     for name, model in models.items():
@@ -67,26 +86,40 @@ def inspect(
     found = {}
     for (name, model), place in zip(models.items(), places, strict=True):
         found[name] = look_into(model, images, settings, name=name, epochs=epochs_of(place), console=console)
+    return write(found, images.summary, len(images))
+
+
+def _write(
+    found: dict[str, Inspection], data: str, number: int, *, out: Path, settings: Settings, noun: str = "image"
+) -> Path:
     page = inspection_page(
         found,
-        data=images.summary,
-        num_images=len(images),
-        figures=Path(out) / "figures",
-        num_k_images=len(_spread_out(len(images), settings.k_images)),
+        data=data,
+        num_images=number,
+        figures=out / "figures",
+        num_k_images=len(_spread_out(number, settings.k_images)),
+        noun=noun,
     )
-    return page.write(Path(out) / "report.html")
+    return page.write(out / "report.html")
 
 
-def model_names(places: Sequence[str]) -> list[str]:
-    """The last part of each path that is its own; the whole path where two models share it.
+def _of_index(
+    place: str,
+    data: StrPath | None,
+    captions: StrPath | None,
+    settings: Settings,
+    device: torch.device | str,
+    console: Console | None,
+) -> tuple[dict[str, Inspection], str, int]:
+    """The tower that sees, of the model of an index, on its images, with captions for its experts."""
+    from ermoe.explorer.search import open_search
 
-    >>> model_names(["runs/a", "runs/b/model", "hub/c"])
-    ['a', 'b', 'c']
-    """
-    ends = [Path(place).name for place in places]
-    ends = [Path(p).parent.name if end in ("model", "best") else end for p, end in zip(places, ends, strict=True)]
-    is_own = [end not in ("", "..") and ends.count(end) == 1 for end in ends]
-    return [end if own else place for place, end, own in zip(places, ends, is_own, strict=True)]
+    if data is not None:
+        raise UserError(f"{place} is an index, which brings its images along: leave --data out")
+    search, images = open_search(place, captions, device=device)
+    subject = search.subject
+    seen = look_into(subject.model, images, settings, name=subject.name, transform=subject.transform, console=console)
+    return {subject.name: replace(seen, words=search.words)}, images.summary, len(images)
 
 
 def look_into(
@@ -96,21 +129,26 @@ def look_into(
     *,
     name: str = "",
     epochs: Sequence[dict[str, float]] = (),
+    transform: Transform | None = None,
     console: Console | None = None,
 ) -> Inspection:
-    """Everything about one model: a recorded pass over all images, and two short ones over a few."""
-    knows = getattr(model, "num_classes", None) == len(images.classes)
-    if not knows:
+    """Everything about one model: a recorded pass over all images, and two short ones over a few.
+
+    ``transform`` is how it wants images, unless it says so itself; images may have no classes, or unnamed ones.
+    """
+    has_classes = any(images.classes)
+    knows = has_classes and getattr(model, "num_classes", None) == len(images.classes)
+    if has_classes and not knows:
         _log.warning("%s knows other classes than %s: accuracy is left out", name or "the model", images.summary)
     compute = Compute(Processes(device=next(model.parameters()).device), workers=settings.workers)
-    transform = transform_for(model)
+    transform = transform_for(model) if transform is None else transform
     loader = Loader(transform.of(images), batch_size=settings.batch_size, compute=compute)
     side = transform.size
     cards = Cards(model, patch_grid(model, torch.empty(1, 3, side, side)), images.classes)
-    with record_routing(model, classes=images.classes) as recorder:
-        logit_NC = _pass(model, loader, recorder, cards, name, console)
+    with record_routing(model, classes=images.classes if has_classes else None) as recorder:
+        logit_NC = _pass(model, transform, loader, recorder, cards, name, console)
     guess_N = logit_NC.argmax(1) if knows else None
-    patched = _patched(model, images, settings, guess_N)
+    patched = _patched(model, transform, images, settings, guess_N)
     if guess_N is None:
         return Inspection(recorder, patched, epochs=epochs, cards=cards)
     accuracy = float((guess_N == images.label_N).double().mean())
@@ -120,6 +158,7 @@ def look_into(
 @torch.inference_mode()
 def _pass(
     model: nn.Module,
+    transform: Transform,
     loader: Loader[Batch],
     recorder: RoutingRecorder,
     cards: Cards,
@@ -131,8 +170,9 @@ def _pass(
     total = math.ceil(len(loader.source) / loader.batch_size)
     parts = []
     for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
-        recorder.labels(batch.label)
-        pixel_B3SS = transform_for(model).pixels(batch.image)
+        if recorder.class_names:
+            recorder.labels(batch.label)
+        pixel_B3SS = transform.pixels(batch.image)
         parts.append(cards.add(replace(batch, image=_as_model(model, batch.image)), pixel_B3SS).float().cpu())
     return torch.cat(parts)
 
@@ -199,10 +239,11 @@ def experts_a_token(model: nn.Module, top_k: int) -> Iterator[None]:
             router.top_k = value
 
 
-def _patched(model: nn.Module, images: Images, settings: Settings, guess_N: Tensor | None) -> Patched:
+def _patched(
+    model: nn.Module, transform: Transform, images: Images, settings: Settings, guess_N: Tensor | None
+) -> Patched:
     """A few images of different classes, as the model sees them, and the experts of their patches."""
     index_P = _one_of_each(images.label_N, settings.pictures)
-    transform = transform_for(model)
     pixel_P3SS = transform.host(images, index_P, 0)
     image_P3SS = transform.device(pixel_P3SS, images.label_N[torch.from_numpy(index_P)], index_P, 0).image
     parameter = next(model.parameters())

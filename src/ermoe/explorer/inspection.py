@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +21,12 @@ from ermoe.analysis.report import CLASSES, LOAD, MEASURED, Plot, measure_table
 from ermoe.analysis.summary import MEASURES, Summary, over_layers
 from ermoe.analysis.tally import Tally
 from ermoe.explorer.card_page import card_markup, card_style
-from ermoe.explorer.cards import Cards
+from ermoe.explorer.cards import Cards, Words
 from ermoe.explorer.patches import SCRIPT, Patched, viewer
 from ermoe.nn import MixtureLayer
+
+if TYPE_CHECKING:
+    from ermoe.explorer.cube_cards import CubeCards
 
 _COLOURS = [ACCENT, "#d97706", "#8b5fbf", "#2563eb", "#be123c", "#4d7c0f", "#0e7490", "#a16207"]
 _OVERVIEW = ["load_cv2", "weight_cv2", "fallback_rate", "spread", "class_information"]
@@ -46,15 +50,16 @@ class Inspection:
 
     ``accuracy`` is None if the classes are not those the model knows; ``by_k`` is empty where the routers have no
     number of experts a token; ``epochs`` holds a run's evaluations, one a row, empty if it kept none; ``cards`` what is
-    known of every expert.
+    known of every expert, and ``words`` finds captions for them; ``patched`` is None where there are no images.
     """
 
     recorder: RoutingRecorder
-    patched: Patched
+    patched: Patched | None
     accuracy: float | None = None
     by_k: Sequence[AtK] = ()
     epochs: Sequence[dict[str, float]] = ()
-    cards: Cards | None = None
+    cards: Cards | CubeCards | None = None
+    words: Words | None = None
 
     def tallies(self) -> dict[str, Tally]:
         """Totals by layer, by the names that plots use."""
@@ -85,20 +90,27 @@ def pooled_share(tallies: Sequence[Tally]) -> list[float]:
 
 
 def inspection_page(
-    models: dict[str, Inspection], *, data: str, num_images: int, figures: Path, num_k_images: int = 0
+    models: dict[str, Inspection],
+    *,
+    data: str,
+    num_images: int,
+    figures: Path,
+    num_k_images: int = 0,
+    noun: str = "image",
 ) -> Page:
     """The report of one or more models, by name, on the same images; plots are also written to folder ``figures``."""
     page = Page(
         "Routing of " + ", ".join(models),
-        f"What the experts of {'this model' if len(models) == 1 else 'these models'} did with {num_images:,} images. "
+        f"What the experts of {'this model' if len(models) == 1 else 'these models'} did with {num_images:,} {noun}s. "
         f"Every plot is also in the folder {figures.name}, under the name below it, as PNG, SVG and CSV.",
-        facts={"data": data, "images": f"{num_images:,}"},
+        facts={"data": data, f"{noun}s": f"{num_images:,}"},
     )
     for title, lead, blocks in _Report(models, figures).sections(num_k_images):
         if blocks:
             page.section(title, lead, blocks)
     page.contents()
-    page.script(SCRIPT)
+    if any(found.patched is not None for found in models.values()):
+        page.script(SCRIPT)
     return page
 
 
@@ -123,13 +135,13 @@ class _Report:
             "Where the patches go",
             "Each patch in the colour of the expert with the largest say in it; point at a picture to see it alone. "
             "Colours mean nothing across models or layers.",
-            viewer({name: found.patched for name, found in self.models.items()}),
+            self.patches(),
         )
         yield *CLASSES, self.side_by_side(self.class_plots, pairs=True)
         yield (
             "Experts",
-            "A card for each expert: what fits it best, how its patches differ, its classes and places, beside what "
-            "shuffling gives. A click on a column of a map above opens the card of that expert.",
+            "A card for each expert: what fits it best, and how what it takes differs, beside what shuffling gives."
+            + (" A click on a column of a map above opens the card of that expert." if self.has_classes() else ""),
             self.cards(),
         )
         yield (
@@ -156,6 +168,15 @@ class _Report:
         epochs = [plot for measure in _EPOCH_MEASURES for plot in self.by_epoch(measure)]
         yield "Over training", "What the runs wrote down after every epoch.", self.row_of(epochs)
         yield *MEASURED, self.measures()
+
+    def has_classes(self) -> bool:
+        """Whether there are maps of classes and experts."""
+        return any(found.recorder.class_names for found in self.models.values())
+
+    def patches(self) -> list[Markup]:
+        """Pictures in the colours of experts, where there are any."""
+        patched = {name: found.patched for name, found in self.models.items() if found.patched is not None}
+        return viewer(patched) if patched else []
 
     def overview(self) -> Markup:
         """One row a model."""
@@ -238,7 +259,7 @@ class _Report:
             if found.cards is None:
                 continue
             blocks += [heading(name)] if len(self.models) > 1 else []
-            for card in found.cards.all_cards():
+            for card in found.cards.all_cards(found.words):
                 layer = short(card.layer)
                 summary = f"{layer}, expert {card.expert}"
                 body = card_markup(card, summary)

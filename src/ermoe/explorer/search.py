@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ermoe.data.images import Images
 from ermoe.explorer.cards import Cards
 from ermoe.explorer.look import Change
 from ermoe.explorer.pictures import Pictures
+from ermoe.explorer.places import model_names
 from ermoe.explorer.subject import Subject
+from ermoe.files import StrPath
 
 if TYPE_CHECKING:
     from ermoe.retrieval.index import Index
@@ -70,7 +73,22 @@ class Search:
         return [self.captions[place] for place, _ in nearest(direction_D, self._caption_CD, _WORDS)]
 
 
-def _shares(weight_PE: Tensor) -> list[float]:
-    """The share of patches on which each expert weighs most."""
-    shares: list[float] = (torch.bincount(weight_PE.argmax(1), minlength=weight_PE.shape[1]) / len(weight_PE)).tolist()
-    return shares
+def open_search(
+    place: StrPath, captions: StrPath | None = None, *, device: torch.device | str = "cpu"
+) -> tuple[Search, Images]:
+    """The search in an index, with the tower that sees as its subject, and the images of the index."""
+    from ermoe.retrieval.captions.catalogue import open_captions
+    from ermoe.retrieval.index import image_files, open_index
+
+    index = open_index(place, device=device)
+    images = image_files(index.root, index.files)
+    texts = [] if captions is None else open_captions(captions, split="all").texts
+    (name,) = model_names([str(place)])
+    return Search(index, tower(name, index.model, images), texts), images
+
+
+def tower(name: str, clip: Any, images: Images) -> Subject:
+    """The tower that sees, of a model of images and words."""
+    from ermoe.retrieval.encode import image_transform
+
+    return Subject(name, clip.visual, image_transform(clip), [], images.classes)

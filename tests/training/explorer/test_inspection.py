@@ -15,8 +15,9 @@ from ermoe.analysis.report import THRESHOLDS
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.explorer import inspection
-from ermoe.explorer.inspect import Settings, experts_a_token, inspect, look_into, model_names, routers_with_k
+from ermoe.explorer.inspect import Settings, experts_a_token, inspect, look_into, routers_with_k
 from ermoe.explorer.patches import Patched, viewer
+from ermoe.explorer.places import model_names
 from support import slow_measures as slow
 from support.inspected import SIZE, model, write_report
 
@@ -100,6 +101,10 @@ def test_missing_things_get_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"nowhere is no folder|neither a folder here"):
         inspect([str(tmp_path / "nowhere")], "digits", tmp_path)
     ermoe.save(model(), tmp_path / "m")
+    with pytest.raises(UserError, match="no images given"):
+        inspect([str(tmp_path / "m")], None, tmp_path)
+    with pytest.raises(UserError, match="--captions describe the experts of an index"):
+        inspect([str(tmp_path / "m")], "digits", tmp_path, captions=tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         inspect([str(tmp_path / "m")], str(tmp_path / "no-data"), tmp_path)
     one = tmp_path / "one" / "train" / "cat"

@@ -1,6 +1,8 @@
 """Evaluation by protocol, search, classification and their commands, on a tiny model."""
 
+import html
 import json
+import re
 
 import pytest
 import torch
@@ -151,6 +153,16 @@ def test_the_explorer_searches_an_index_and_describes_experts(place, tmp_path):
     assert "Captions nearest" in client.get("/api/card?model=index&layer=0&expert=0").json()["card"]
     with pytest.raises(UserError, match="explore it alone"):
         open_explorer([str(tmp_path / "index")], "digits")
+    report = tmp_path / "report"
+    assert main(["inspect", str(tmp_path / "index"), "--captions", str(place / "flickr"), "--out", str(report)]) == 0
+    text = (report / "report.html").read_text(encoding="utf-8")
+    captions = open_captions(place / "flickr", split="all").texts
+    lists = re.findall(r"Captions nearest to what it takes</h4><ol>(.*?)</ol>", text)
+    assert len(lists) == text.count('<article class="card">') > 0
+    shown = [html.unescape(caption) for own in lists for caption in re.findall("<li>(.*?)</li>", own)]
+    assert set(shown) <= set(captions)
+    assert "<h4>Classes</h4>" not in text  # files have none
+    assert main(["inspect", str(tmp_path / "index"), "--data", "digits"]) == 2
 
 
 def test_an_index_knows_its_model(place, tmp_path):

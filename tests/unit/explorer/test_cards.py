@@ -6,8 +6,9 @@ import torch
 
 from ermoe.data.images import open_images
 from ermoe.explorer.card_page import card_markup
-from ermoe.explorer.cards import PATCHES, Cards, attributes
+from ermoe.explorer.cards import PATCHES, Cards, Neighbours, attributes
 from ermoe.images.run import transform_for
+from ermoe.nn import moe_layers
 from support.inspected import model
 
 NUMBER = 40
@@ -44,7 +45,9 @@ def test_load_classes_and_places_equal_loops(counted):
         assert [share for _, share in card.classes] == sorted([share for _, share in card.classes], reverse=True)
         for patch in range(16):
             here = used[:, patch]
-            assert float(card.places_hw.flatten()[patch]) == pytest.approx(int(here[:, expert].sum()) / int(here.sum()))
+            assert float(card.places[""].flatten()[patch]) == pytest.approx(
+                int(here[:, expert].sum()) / int(here.sum())
+            )
 
 
 def test_best_patches_are_the_best_of_each_image(counted):
@@ -93,7 +96,7 @@ def test_nearest_experts_and_a_card_that_escapes(counted):
     assert [e for e, _, _ in card.neighbours] != []
     assert all(0 <= overlap <= 1 and 0 <= angle <= 90 for _, overlap, angle in card.neighbours)
     shared = model(score="prototype", routing_basis="shared")
-    assert len(Cards(shared, (4, 4), ["a", "b"])._nearest("blocks.1.mlp", 0)) == 3
+    assert len(Neighbours(moe_layers(shared)).of("blocks.1.mlp", 0)) == 3
     cards.classes = ["<b>"] * 10
     assert "<b>&lt;b&gt;" not in card_markup(cards.card("blocks.1.mlp", 0), "<i>")
     assert "<i>" not in card_markup(cards.card("blocks.1.mlp", 0), "<i>")

@@ -1,0 +1,30 @@
+"""What kind of model lies at a place, and what to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ermoe.files import StrPath
+
+
+def is_index(place: StrPath) -> bool:
+    """Whether `ermoe retrieve index` wrote it."""
+    return (Path(place) / "index.json").is_file()
+
+
+def is_brain_age(place: StrPath) -> bool:
+    """Whether `ermoe brain train` wrote it, or it is the model in such a run."""
+    return any((Path(place) / folder / "brain_age.json").is_file() for folder in ("", "model"))
+
+
+def model_names(places: Sequence[str]) -> list[str]:
+    """The last part of each path that is its own; the whole path where two models share it.
+
+    >>> model_names(["runs/a", "runs/b/model", "hub/c"])
+    ['a', 'b', 'c']
+    """
+    ends = [Path(place).name for place in places]
+    ends = [Path(p).parent.name if end in ("model", "best") else end for p, end in zip(places, ends, strict=True)]
+    is_own = [end not in ("", "..") and ends.count(end) == 1 for end in ends]
+    return [end if own else place for place, end, own in zip(places, ends, is_own, strict=True)]
