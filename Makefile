@@ -9,7 +9,7 @@ PYTEST = $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which import torch in 3 seconds with its byte code and in 16 without.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo quick test test-all lint bench tables constraints dev-env
+.PHONY: help setup demo quick test test-all lint bench tables dist constraints dev-env
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -23,6 +23,7 @@ help:
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
 	@echo "  make bench    every benchmark of docs/performance.md, beside the peers: about an hour of an idle machine"
 	@echo "  make tables   write the tables of README.md and docs/ from the records in benchmarks/results"
+	@echo "  make dist     build the wheel and the source archive into dist/, the same bytes for the same commit"
 	@echo "  make setup    only install; EXTRAS=\"brain clip\" adds what those need"
 	@echo
 	@echo "Each of them makes .venv first if need be, once: about 3.1 GB to download and 6 GB on disk"
@@ -62,6 +63,10 @@ bench:
 
 tables: dev-env
 	$(BIN)/python benchmarks/tables.py
+
+# Whoever builds a commit gets the same files: times in them are the commit's, the build tools are pinned.
+dist: dev-env
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/uv build --clear --build-constraints constraints.txt
 
 # Pins stay as they are unless a range in pyproject.toml forbids them; UPGRADE=--upgrade takes the newest of all.
 constraints: dev-env
