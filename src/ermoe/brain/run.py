@@ -19,7 +19,7 @@ from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import Cohort, open_cohort, state_of
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
+from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, grouped, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
 from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
@@ -251,8 +251,8 @@ def _trainable(cohort: Cohort, compute: Compute, check_for: Preprocessing | None
         compute.say(note)
     problems = cohort.problems if check_for is None else examine(cohort, check_for).problems
     stop_at_errors(problems)
-    for problem in problems:
-        compute.say(f"warning: {problem}")
+    for line in grouped(problems):
+        compute.say(f"warning: {line}")
     scans = list(cohort.with_age)
     if left_out := len(cohort.scans) - len(scans):
         compute.say(f"{left_out} scans have no age and are left out")

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
+from ermoe.brain.data.mistaken import remedy_for
 from ermoe.brain.data.scans import MOST_VOXELS, Problem, ScanError, Severity
 from ermoe.errors import UserError
 from ermoe.files import file_size
@@ -88,6 +89,8 @@ def _library() -> Any:
 
 def _open(path: Path, subject: str) -> Any:
     nibabel = _library()
+    if known := remedy_for(path):
+        raise ScanError(Problem("error", subject, path, *known))
     if not os.path.exists(path):  # of a name that is too long, Path asks the system, which is an error
         raise ScanError(Problem("error", subject, path, "does not exist", "restore the file or delete its row"))
     try:

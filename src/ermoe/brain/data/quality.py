@@ -27,10 +27,13 @@ from ermoe.brain.data.preprocess import (
     tissue_images,
     volume_ml,
 )
-from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity
+from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity, grouped
+from ermoe.brain.data.template import agreement_with_template
 
 _COARSE_MM = 3.0
 _USUAL_ML = (700.0, 2200.0)
+_UPSIDE_DOWN = -0.1
+"""By how much less a brain agrees with the template than when it is turned: brains that are made up may be level."""
 _PERMUTATIONS = 999
 _LARGEST_P = 0.01
 _SMALLEST_GAIN = 0.05
@@ -210,7 +213,11 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) 
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
         what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
         problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))
-    x, y, z = bounding_box(mask_XYZ)
+    x, y, z = box = bounding_box(mask_XYZ)
+    if agreement_with_template(t1.data_XYZ[box], mask_XYZ[box])[2] < _UPSIDE_DOWN:
+        what = "shows a brain that lies upside down or back to front, by the axes of its header"
+        remedy = "look at it; convert it again from DICOM with dcm2niix, or correct its sform"
+        problems.append(Problem("warning", scan.key, scan.t1, what, remedy))
     right, front, top = mask_XYZ.shape  # the brain stem may leave at the bottom
     touched = {"left": x.start == 0, "right": x.stop == right, "back": y.start == 0, "front": y.stop == front}
     touched["top"] = z.stop == top
@@ -299,8 +306,8 @@ def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
     for name, found in groups.items():
         yield f"{name}: " + ", ".join(f"{key} {number}" for key, number in sorted(found.items()))
     yield from cohort.notes
-    for problem in (*examination.errors, *examination.warnings):
-        yield f"{problem.severity}: {problem}"
+    yield from (f"error: {line}" for line in grouped(examination.errors))
+    yield from (f"warning: {line}" for line in grouped(examination.warnings))
     yield from _confounds_in_words(examination.confounds)
     numbers = (len(found) for found in (examination.errors, examination.warnings, examination.confounded_by))
     yield ", ".join(map(_count, numbers, ("error", "warning", "confound")))
