@@ -120,12 +120,14 @@ class Checkup:
 
     scan: Scan
     mask_source: str | None
-    """None if there is no mask to be had; "deepbet" means that deepbet will be run, not that it was."""
+    """None if there is no mask to be had; "deepbet" means that deepbet will be run, or was, see ``has_mask``."""
     fingerprint: Mapping[str, float]
     """Numbers that should not know an age, by name; none if the scan cannot be read."""
     problems: tuple[Problem, ...]
     digest: str | None
     """Of the voxels, in world order."""
+    has_mask: bool = False
+    """Whether the brain was looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +156,24 @@ def examine(
     cohort: Cohort,
     preprocessing: Preprocessing | None = None,
     *,
+    make_masks: bool = False,
     on_scan: Callable[[int, int], None] = lambda done, total: None,
 ) -> Examination:
-    """Checks every scan, for the usual ``preprocessing`` or another; `stop_at_errors(….problems)` before training."""
+    """Checks every scan, for the usual ``preprocessing`` or another; `stop_at_errors(….problems)` before training.
+
+    ``make_masks`` runs deepbet for heads without a mask, which takes seconds each; else their brains are not looked at.
+    """
     usual = preprocessing or Preprocessing()
     checkups = []
     for done, scan in enumerate(cohort.scans, start=1):
-        checkups.append(_check_scan(scan, usual))
+        checkups.append(_check_scan(scan, usual, make_masks))
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
     return Examination(tuple(checkups), tuple(problems), tuple(_suspects(checkups)))
 
 
-def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
+def _check_scan(scan: Scan, preprocessing: Preprocessing, make_masks: bool) -> Checkup:
     """Everything that can be told from one scan and its derivatives."""
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):
@@ -178,7 +184,7 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
         problems.append(Problem("warning", scan.key, scan.t1, what, "expect a poor prediction"))
     source, mask_XYZ = None, None
     try:
-        source, mask_XYZ = _mask(scan, t1)
+        source, mask_XYZ = _mask(scan, t1, make_masks)
         if scan.tissue is not None:
             tissue_images(scan, t1)
     except ScanError as wrong:
@@ -187,12 +193,12 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
         problems += _brain(scan, t1, mask_XYZ, preprocessing)
     marked = mask_XYZ if mask_XYZ is not None else t1.data_XYZ > t1.data_XYZ.mean()
     digest = hashlib.blake2b(_trimmed(t1.data_XYZ).tobytes(), digest_size=16).hexdigest()
-    return Checkup(scan, source, _fingerprint(t1, marked), tuple(problems), digest)
+    return Checkup(scan, source, _fingerprint(t1, marked), tuple(problems), digest, mask_XYZ is not None)
 
 
-def _mask(scan: Scan, t1: Image) -> tuple[str, Bool | None]:
-    """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do for the brain."""
-    if scan.mask is None and scan.labels is None and has_deepbet() and stripped_mask(t1) is None:
+def _mask(scan: Scan, t1: Image, make_it: bool) -> tuple[str, Bool | None]:
+    """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do unless asked."""
+    if not make_it and scan.mask is None and scan.labels is None and has_deepbet() and stripped_mask(t1) is None:
         return "deepbet", None
     mask_XYZ, source = brain_mask(scan, t1)
     return source, mask_XYZ
@@ -306,6 +312,11 @@ def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
     for name, found in groups.items():
         yield f"{name}: " + ", ".join(f"{key} {number}" for key, number in sorted(found.items()))
     yield from cohort.notes
+    if unseen := [own.scan.key for own in examination.checkups if own.mask_source == "deepbet" and not own.has_mask]:
+        yield (
+            f"{_count(len(unseen), 'mask')} not made, so these brains were not looked at: {', '.join(unseen[:5])}"
+            f"{', …' * (len(unseen) > 5)}; deepbet makes them in training, and here with --mask"
+        )
     yield from (f"error: {line}" for line in grouped(examination.errors))
     yield from (f"warning: {line}" for line in grouped(examination.warnings))
     yield from _confounds_in_words(examination.confounds)
