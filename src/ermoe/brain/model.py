@@ -376,6 +376,8 @@ def _blended(
 
 def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) -> Double:
     """Measures as the ridge of a fold reads them, (1, F): without what the scan's site adds, if the fold knows it."""
+    if not model.ridges[fold].offsets:
+        return measure_F[None]
     site = site_of(scan, str(model.facts.get("harmonise")))
     return without_offsets(measure_F[None], [site], model.ridges[fold].offsets)
 

@@ -28,7 +28,7 @@ from ermoe.brain.data.preprocess import (
     volume_ml,
 )
 from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity, grouped
-from ermoe.brain.data.template import agreement_with_template
+from ermoe.brain.likeness import agreement_with_template
 
 _COARSE_MM = 3.0
 _USUAL_ML = (700.0, 2200.0)
