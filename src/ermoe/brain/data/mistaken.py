@@ -12,18 +12,21 @@ _MOST_LOOKED_AT = 200
 
 
 def remedy_for(path: Path) -> tuple[str, str] | None:
-    """What a file is instead of a NIfTI image, and what to do about it; None if nothing is known to be wrong."""
+    """What a file is instead of a NIfTI image, and what to do about it; None if nothing is known to be wrong.
+
+    Remedies name no file, so that those of many files are one line.
+    """
     if os.path.islink(path) and not os.path.exists(path):
         if any(folder in os.readlink(path) for folder in _ANNEX):
-            return "is a link of git-annex whose content is not here", f"fetch it with `datalad get {path}`"
+            return "is a link of git-annex whose content is not here", "fetch it with `datalad get FILE`"
         return "is a link to a file that is not there", "restore the file it leads to"
     start = _start(path)
     if start.startswith(b"/annex/objects/"):
-        return "is a pointer of git-annex, not the scan", f"fetch it with `datalad get {path}`"
+        return "is a pointer of git-annex, not the scan", "fetch it with `datalad get FILE`"
     if start.startswith(b"version https://git-lfs"):
         return "is a pointer of Git LFS, not the scan", "fetch it with `git lfs pull`"
     if start[128:132] == b"DICM":
-        return "is a DICOM file", f"convert its series with `dcm2niix -z y {path.parent}` and name the .nii.gz"
+        return "is a DICOM file", "convert its folder with `dcm2niix -z y FOLDER` and name the .nii.gz"
     return _misnamed(path, start)
 
 
@@ -31,9 +34,9 @@ def _misnamed(path: Path, start: bytes) -> tuple[str, str] | None:
     """An image whose ending says that it is packed where it is not, or the other way round."""
     name, is_packed = path.name, start.startswith(b"\x1f\x8b")
     if name.casefold().endswith(".nii") and is_packed:
-        return "is packed by gzip and its name does not say so", f"rename it to {name}.gz"
+        return "is packed by gzip and its name does not say so", "let its name end in .nii.gz"
     if name.casefold().endswith(".nii.gz") and not is_packed and start[344:347] in (b"n+1", b"ni1"):
-        return "is not packed by gzip, as its name says", f"rename it to {name[:-3]}, or pack it with gzip"
+        return "is not packed by gzip, as its name says", "let its name end in .nii, or pack it with gzip"
     return None
 
 

@@ -41,16 +41,16 @@ def linked(path):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (linked, "is a link of git-annex whose content is not here: fetch it with `datalad get "),
+        (linked, "is a link of git-annex whose content is not here: fetch it with `datalad get FILE`"),
         (lambda path: path.write_text("/annex/objects/MD5E-s9--0.nii.gz\n"), "is a pointer of git-annex, not the scan"),
         (
             lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
             "is a pointer of Git LFS, not the scan: fetch it with `git lfs pull`",
         ),
-        (lambda path: path.write_bytes(DICOM), "is a DICOM file: convert its series with `dcm2niix -z y "),
+        (lambda path: path.write_bytes(DICOM), "is a DICOM file: convert its folder with `dcm2niix -z y FOLDER`"),
         (
             lambda path: path.write_bytes(unpacked(path)),
-            "is not packed by gzip, as its name says: rename it to sub-02_T1w.nii, or pack it with gzip",
+            "is not packed by gzip, as its name says: let its name end in .nii, or pack it with gzip",
         ),
     ],
 )
@@ -64,7 +64,9 @@ def test_a_file_that_is_something_else(root, damage, sentence):
 def test_a_packed_file_that_does_not_say_so(tmp_path, healthy):
     path = tmp_path / "head.nii"
     path.write_bytes(gzip.compress(unpacked(t1_of(healthy))))
-    with pytest.raises(UserError, match=r"is packed by gzip and its name does not say so: rename it to head\.nii\.gz"):
+    with pytest.raises(
+        UserError, match=r"is packed by gzip and its name does not say so: let its name end in \.nii\.gz"
+    ):
         prepare(Scan("head", None, path), Preprocessing())
 
 
