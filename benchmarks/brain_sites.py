@@ -1,11 +1,12 @@
 """Brain age on people from another scanner: IXI (50) and ds002748 (36), one to learn from and one to be judged on.
 
-Three questions to every method, shuffle and seed:
+Questions to every method, shuffle and seed:
 
 - transfer: learnt from IXI, judged on ds002748: correlation, error, bias, spread, coverage and score of the intervals,
   and what recalibrating with 15 people of ds002748 leaves of the bias of the others (200 draws, stratified by group);
 - sites: all 86 people, each site left out in turn;
-- together: all 86 people in five folds.
+- together: all 86 people in five folds;
+- harmonised, if asked for: the same with --harmonise site.
 
     python benchmarks/brain_sites.py IXI DS002748 [--methods ridge ermoe] [--shuffles 3] [--seeds 3] [--threads 2]
 
@@ -64,13 +65,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     console = Console()
     records = run_queue("brain_sites", jobs(options, console), options.out / "brain_sites.jsonl", console=console)
-    for table in (transfer_table(records), together_table(records)):
+    for table in (transfer_table(records), together_table(records), harmonised_table(records)):
         console.print(table.markdown(), end="\n\n", highlight=False, soft_wrap=True)
 
 
 def jobs(options: Options, console: Console) -> list[Job]:
     """Methods innermost, so that an unfinished study still compares them."""
-    ask = {"transfer": transfer, "sites": together, "together": together}
+    ask = {"transfer": transfer, "sites": together, "together": together, "harmonised": together}
     found = []
     for seed in range(options.seeds):
         for shuffle in range(options.shuffles):
@@ -91,6 +92,7 @@ def trained(
     folder = options.runs / f"{question}-{method}-shuffle{shuffle}-seed{seed}"
     split = "leave-site-out" if question == "sites" else "k-fold"
     asked = {"method": method, "split": split, "fold_seed": shuffle, "seed": seed}
+    asked |= {"harmonise": "site"} if question == "harmonised" else {}
     return folder, train(data, folder, cache=options.cache, console=console, check=False, **asked)
 
 
@@ -205,6 +207,32 @@ def together_table(records: list[Record]) -> Table:
                 difference = paired_difference(found[0]["people"], error[method], error[name], draws=10_000)
                 rows.append([question, method, name, f"{error[name].mean():.2f}", difference.text()])
     return Table(["question", "method", "estimate", "MAE, years", "method − estimate"], rows)
+
+
+def harmonised_table(records: list[Record]) -> Table:
+    """With --harmonise site minus without it, over the shuffles that both have, and over the people of each batch."""
+    found: dict[tuple[str, str], dict[tuple[int, int], dict[str, Any]]] = {}
+    for record in records:
+        asked = record["settings"]
+        runs = found.setdefault((asked["method"], asked["question"]), {})
+        runs[asked["shuffle"], record["seed"]] = record["figures"]
+    rows = []
+    for method in dict.fromkeys(method for method, _ in found):
+        plain, other = (found.get((method, question), {}) for question in ("together", "harmonised"))
+        if shared := sorted(plain.keys() & other.keys()):
+            first = plain[shared[0]]
+            before, after = (
+                np.mean([np.abs(np.subtract(own[run]["estimates"][method], own[run]["age"])) for run in shared], axis=0)
+                for own in (plain, other)
+            )
+            level = np.array([batch or site for batch, site in zip(first["batch"], first["site"], strict=True)])
+            for name in ("all", *sorted(set(level))):
+                own = np.full(len(level), True) if name == "all" else level == name
+                people = np.array(first["people"])[own].tolist()
+                difference = paired_difference(people, after[own], before[own], draws=10_000).text()
+                years = (f"{error[own].mean():.2f}" for error in (before, after))
+                rows.append([method, name, str(len(shared)), *years, difference])
+    return Table(["method", "people", "runs", "MAE, years", "harmonised", "difference"], rows)
 
 
 if __name__ == "__main__":

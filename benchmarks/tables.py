@@ -13,6 +13,7 @@ from typing import Any
 
 import brain_ixi50
 import brain_regions
+import brain_sites
 import expert_findings
 import real_weights
 import retrieval_flickr8k
@@ -187,6 +188,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
+    "brain-sites": lambda: brain_sites.transfer_table(lines_of("brain_sites")),
+    "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
     "threshold": lambda: of_paper(
         "threshold",

@@ -44,7 +44,8 @@ class AgeBins:
         low, high: range of the bins in years; the last bin may reach beyond ``high``.
         step: width of a bin in years.
         labels: "soft" spreads an age over the bins as a normal distribution of width ``sigma``, and the loss is the
-            Kullback–Leibler divergence from it; "hard" is the cross-entropy of the one bin that holds the age.
+            Kullback–Leibler divergence from it; "cut" does so without renormalising what the ends of the bins cut off,
+            as SFCN's authors; "hard" is the cross-entropy of the one bin that holds the age.
         sigma: years.
         l1: weight of |age − expectation| in years, beside the loss of the bins.
         temperature: τ of the expectation; 1 is how the network was trained.
@@ -71,8 +72,10 @@ class AgeBins:
             raise UserError(
                 f"age bins from {self.low:g} to {self.high:g} by {self.step:g}: need low < high and step > 0"
             )
-        if self.labels not in ("soft", "hard"):
-            raise UserError(f"labels={self.labels!r}: use 'soft' (Kullback–Leibler) or 'hard' (cross-entropy)")
+        if self.labels not in ("soft", "cut", "hard"):
+            raise UserError(
+                f"labels={self.labels!r}: use 'soft' (Kullback–Leibler), 'cut' at the ends, or 'hard' (cross-entropy)"
+            )
         if not (self.sigma > 0 and self.temperature > 0 and self.l1 >= 0):
             raise UserError("age bins need sigma > 0, temperature > 0 and l1 >= 0")
 
@@ -90,8 +93,10 @@ class AgeBins:
         return self.edges()[:-1] + self.step / 2
 
     def soft_labels(self, age_B: Tensor) -> Tensor:
-        """Probabilities (B, K); an age beyond the bins counts as their end."""
+        """Probabilities (B, K); an age beyond the bins counts as their end. With "cut" they may sum to less than 1."""
         edge_K = self.edges().to(age_B)
+        if self.labels == "cut":
+            return torch.special.ndtr((edge_K - age_B.unsqueeze(1)) / self.sigma).diff(dim=1)
         age_B1 = age_B.clamp(self.low, self.low + self.step * self.num_outputs).unsqueeze(1)
         mass_BK = torch.special.ndtr((edge_K - age_B1) / self.sigma).diff(dim=1)
         return mass_BK / mass_BK.sum(1, keepdim=True)
@@ -112,7 +117,7 @@ class AgeBins:
 
     def loss(self, output_BK: Tensor, age_B: Tensor) -> Tensor:
         """The mean over scans."""
-        if self.labels == "soft":
+        if self.labels != "hard":
             loss = F.kl_div(output_BK.log_softmax(-1), self.soft_labels(age_B), reduction="batchmean")
         else:
             loss = F.cross_entropy(output_BK, self.bin_of(age_B))

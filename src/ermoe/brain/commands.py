@@ -250,17 +250,22 @@ class Doctor:
     """Edge of the voxels of the grid that brains must fit in; 2 by default."""
     shape: tuple[int, int, int] | None = None
     """Its voxels towards right, front and top; 96 112 96 by default, or the same room in other voxels."""
+    mask: bool = False
+    """Make brain masks with deepbet where there are none, seconds a scan, and look at these brains too."""
 
     def __call__(self, console: Console) -> None:
         from rich.table import Table
 
+        from ermoe.brain.data.preprocess import has_deepbet
         from ermoe.brain.data.quality import examine, in_words
 
+        if self.mask and not has_deepbet():
+            raise UserError("--mask makes masks with deepbet: pip install 'ermoe[brain-mask]'")
         cohort = self._cohort()
         usual = Preprocessing().with_spacing(self.spacing_mm)
         usual = usual if self.shape is None else replace(usual, shape=self.shape)
         with _progress(console, "looking at scans") as on_scan:
-            examination = examine(cohort, usual, on_scan=on_scan)
+            examination = examine(cohort, usual, make_masks=self.mask, on_scan=on_scan)
         for part in in_words(cohort, examination):
             if isinstance(part, Table):
                 console.print(part)

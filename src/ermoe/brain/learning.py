@@ -49,7 +49,8 @@ def age_head(recipe: BrainRecipe, ages: Iterable[float]) -> AgeHead:
     low, high = recipe.ages or (5 * math.floor((min(known) - 5) / 5), 5 * math.ceil((max(known) + 5) / 5))
     if recipe.head == "bins-l1":
         return AgeBins(low, high, recipe.step, labels="hard", l1=recipe.l1 or 0.1)
-    return AgeBins(low, high, recipe.step, sigma=recipe.sigma, l1=recipe.l1)
+    labels = "cut" if recipe.head == "bins-cut" else "soft"
+    return AgeBins(low, high, recipe.step, labels=labels, sigma=recipe.sigma, l1=recipe.l1)
 
 
 def build(recipe: BrainRecipe, head: AgeHead) -> nn.Module:

@@ -67,7 +67,7 @@ def signs_of(volume: Volume, spacing_mm: float) -> Double:
     tissues = tissues_of(t1_XYZ, mask_XYZ, spacing_mm)
     box = bounding_box(mask_XYZ)
     width, length, height = (side.stop - side.start for side in box)
-    agreement, overlap, upright = _agreement(t1_XYZ[box], mask_XYZ[box])
+    agreement, overlap, upright = agreement_with_template(t1_XYZ[box], mask_XYZ[box])
     return np.array(
         [
             *measures_among(tissues, spacing_mm),
@@ -84,9 +84,11 @@ def signs_of(volume: Volume, spacing_mm: float) -> Double:
     )
 
 
-def _agreement(t1_XYZ: NDArray[np.float32], mask_XYZ: NDArray[np.bool_]) -> tuple[float, float, float]:
-    """Correlation of brightness with the template inside both brains, the Dice of the two, and by how much both agree
-    better as the scan lies than upside down, back to front, or both."""
+def agreement_with_template(t1_XYZ: NDArray[np.float32], mask_XYZ: NDArray[np.bool_]) -> tuple[float, float, float]:
+    """Correlation of brightness inside both brains, Dice of the two, and how much better they agree as the scan lies.
+
+    That is, than upside down, back to front, or both; t1_XYZ and mask_XYZ are the box of a brain.
+    """
     template_XYZ, brain_XYZ = _template()
     own_XYZ, inside_XYZ = _in_cells(t1_XYZ * mask_XYZ), _in_cells(mask_XYZ.astype(np.float32))
     mean_XYZ = own_XYZ / np.maximum(inside_XYZ, 1e-6)

@@ -11,8 +11,8 @@ size of the brain. Three steps keep scanners out of them:
 3. Mask. Tools differ in how much fluid they leave around a brain. What lies within 4 mm of the mask's surface is left
    out of every share, and the others count from deeper still.
 
-What each step is worth was judged by how well shares follow those of a segmentation over fifty people of IXI, not by
-ages: docs/brain-age.md.
+What each step is worth was judged by how well shares follow those of a segmentation over fifty people of IXI; what else
+was looked at meanwhile: docs/brain-age.md.
 
 Letters: N voxels of the brain, M = 3 tissues: wm, gm, csf, K bins of the histogram.
 """

@@ -25,6 +25,7 @@ from ermoe._version import __version__
 from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
+from ermoe.brain.harmonise import site_of, without_offsets
 from ermoe.brain.inputs import network_input, voxels
 from ermoe.brain.likeness import Likeness, signs_of
 from ermoe.brain.measures import MEASURES, Double
@@ -278,6 +279,7 @@ def predict(
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
+    _say_unknown_sites(model, scans)
     # one scan at a time needs no loader
     volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
     for scan, volume in zip(scans, volumes, strict=True):
@@ -292,6 +294,19 @@ def predict(
                 ", ".join(model.mask_sources),
             )
         yield row
+
+
+def _say_unknown_sites(model: BrainAgeModel, scans: Sequence[Scan]) -> None:
+    """That a model which was harmonised does nothing for sites it has not met."""
+    if column := model.facts.get("harmonise"):
+        known = {site for ridge in model.ridges.values() for site in ridge.offsets}
+        unknown = sorted({str(site_of(scan, column)) for scan in scans} - known)
+        if unknown:
+            _log.warning(
+                "%s %s: not in training, so nothing is harmonised there; recalibrate with people of known age",
+                column,
+                ", ".join(unknown[:5]),
+            )
 
 
 def _read_one(scans: Sequence[Scan], read: Callable[[Scan], Volume], request: Request) -> Volume | str:
@@ -339,13 +354,15 @@ def _alone(model: BrainAgeModel, volume: Volume, folds: Sequence[str]) -> _Answe
     return _Answer(torch.stack([model.head.age(output_BK)[0] for output_BK in output_FBK]), low, high)
 
 
-def _blended(model: BrainAgeModel, volume: Volume, sign_S: Double, folds: Sequence[str], *, is_known: bool) -> _Answer:
+def _blended(
+    model: BrainAgeModel, scan: Scan, volume: Volume, sign_S: Double, folds: Sequence[str], *, is_known: bool
+) -> _Answer:
     """By ridges and what networks, so far as they are believed, add to them: ridge + worth · (network − 50)."""
-    measure_F = sign_S[: len(MEASURES)]
+    measure_of = {fold: _harmonised(model, scan, sign_S[: len(MEASURES)], fold) for fold in folds}
     blends = [model.blend_of_fold[fold] if is_known else model.blend for fold in folds]
     ridge_F, width_F = (
-        torch.tensor([float(take(model.ridges[fold])) for fold in folds])
-        for take in (lambda ridge: ridge.ages([measure_F])[0], lambda ridge: ridge.width([measure_F])[0])
+        torch.tensor([float(take(model.ridges[fold], measure_of[fold])[0]) for fold in folds])
+        for take in (Ridge.ages, Ridge.width)
     )
     age_F = ridge_F.clone()
     if model.networks and any(own.worth for own in blends):
@@ -357,12 +374,20 @@ def _blended(model: BrainAgeModel, volume: Volume, sign_S: Double, folds: Sequen
     return _Answer(age_F, age - reach, age + reach, float(ridge_F.mean()))
 
 
+def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) -> Double:
+    """Measures as the ridge of a fold reads them, (1, F): without what the scan's site adds, if the fold knows it."""
+    if not model.ridges[fold].offsets:
+        return measure_F[None]
+    site = site_of(scan, str(model.facts.get("harmonise")))
+    return without_offsets(measure_F[None], [site], model.ridges[fold].offsets)
+
+
 def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
     is_tested = "test" in model.parts_of(scan.participant_id).values()
     sign_S = signs_of(volume, model.preprocessing.spacing_mm) if model.likeness is not None else np.zeros(0)
     if model.ridges:
-        answer = _blended(model, volume, sign_S, folds, is_known=is_tested)
+        answer = _blended(model, scan, volume, sign_S, folds, is_known=is_tested)
     else:
         answer = _alone(model, volume, folds)
     raw = answer.age

@@ -26,7 +26,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 NETWORKS = tuple(method for method in METHODS if method != "ridge")
 WITHOUT_CUBES = ("swin3d", "sfcn")
 """These need every voxel."""
-HeadKind = Literal["bins", "bins-l1", "regression"]
+HeadKind = Literal["bins", "bins-cut", "bins-l1", "regression"]
 InputKind = Literal["t1", "contrast", "blocks"]
 """What a network may be given: the normalised T1; shares of white matter and fluid in every voxel; or shares of white
 matter, grey matter and fluid in blocks of voxels and in the whole brain."""
@@ -103,7 +103,10 @@ class BrainRecipe:
         rivals: options of SFCN and Swin3D, by method.
         preprocessing: of scans.
         augmentation: of volumes, None for none.
-        head: bins, soft labels; bins-l1, cross-entropy plus absolute error; regression, absolute error.
+        harmonise: site, or the name of a column such as batch: what it adds to measures is taken off, fitted in each
+            fold; nothing is applied to a site that was not in training.
+        head: bins, soft labels; bins-cut, the same without renormalising them at the ends, as SFCN's authors;
+            bins-l1, cross-entropy plus absolute error; regression, absolute error.
         ages: range of the bins in years, the same for every cohort, so that one model can start from another; None
             reaches five years beyond the ages at hand.
         step: width of a bin in years.
@@ -132,6 +135,7 @@ class BrainRecipe:
         default_factory=VolumeAugmentation
     )
     learns: Literal["residual", "age"] = "residual"
+    harmonise: str | None = None
     head: HeadKind = "bins"
     ages: Annotated[tuple[float, float] | None, tyro.conf.Suppress] = (0.0, 100.0)
     step: float = 1.0
@@ -152,6 +156,10 @@ class BrainRecipe:
             raise UserError(f"there is no method {self.method!r}: use one of {', '.join(METHODS)}")
         if self.learns not in ("residual", "age"):
             raise UserError(f"learns={self.learns!r}: use residual, or age for a network without the ridge")
+        if self.harmonise is not None and not self.has_ridge:
+            raise UserError(
+                f"--harmonise {self.harmonise} is about the ridge's measures: leave it out, or --learns residual"
+            )
         if self.head not in get_args(HeadKind):
             raise UserError(f"there is no head {self.head!r}: use one of {', '.join(get_args(HeadKind))}")
         if self.input not in CHANNELS:

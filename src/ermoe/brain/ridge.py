@@ -11,8 +11,8 @@ Letters: N scans, F measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,6 +37,7 @@ class Ridge:
         strength: α.
         inverse: (ZᵀZ + αI)⁻¹, (F, F), for the leverage.
         num_scans: N.
+        offsets: what sites add to measures, which has been taken off; none unless it was asked for.
 
     >>> x_NF, age_N = np.array([[1.0], [2.0], [3.0], [4.0]]), np.array([40.0, 50.0, 60.0, 70.0])
     >>> Ridge.fit(x_NF, age_N, ["a", "b", "c", "d"], strengths=[1e-9]).ages([[6.0]]).round(3).tolist()
@@ -50,6 +51,7 @@ class Ridge:
     strength: float
     inverse: tuple[tuple[float, ...], ...]
     num_scans: int
+    offsets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def fit(

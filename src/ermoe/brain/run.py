@@ -19,9 +19,10 @@ from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import Cohort, open_cohort, state_of
 from ermoe.brain.data.quality import examine
-from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, stop_at_errors
+from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, grouped, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
+from ermoe.brain.harmonise import fit_offsets, site_of, without_offsets
 from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
 from ermoe.brain.likeness import Likeness
 from ermoe.brain.measures import MEASURES, Double
@@ -102,6 +103,8 @@ def train(
         _check_resume(run, resume)
         run.open({**config, "scans_and_ages": state_of(scans)}, "auto", compute.group)
         splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
+        if chosen.harmonise == "site" and splits.kind == "leave-site-out":
+            compute.say("--harmonise site: a site that is left out is not known, so nothing is applied to it")
         learnt = _learn_all(run, chosen, scans, splits, init, Archive.at(cache), compute)
         results = learnt.outputs
         model = _model(learnt, chosen, calibration_fit, Path(path).name, init)
@@ -138,11 +141,13 @@ def _learn_all(
     everybody = ScanSet(volumes, scans, chosen.input)
     sign_NS = looked_at(volumes, scans)
     measure_NF = sign_NS[:, : len(MEASURES)] if chosen.has_ridge else None
-    ridges, networks, outputs = {}, {}, []
+    ridges, networks, outputs, ages, widths = {}, {}, [], [], []
     for fold, name in enumerate(splits.fold_names):
         own = _Fold(chosen, head, everybody, splits, fold, init)
         if measure_NF is not None:
-            ridges[name], told = own.linear(measure_NF)
+            ridges[name], own_NF, told = own.linear(measure_NF)
+            ages.append(ridges[name].ages(own_NF))
+            widths.append(ridges[name].width(own_NF))
             own = replace(own, everybody=replace(everybody, told=told))
         if chosen.has_network:
             networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
@@ -150,7 +155,6 @@ def _learn_all(
     output_FNK = torch.stack(outputs) if outputs else torch.zeros(splits.num_folds, len(scans), 0)
     results = Outputs(scans, splits, head, output_FNK)
     if measure_NF is not None:
-        ages, widths = zip(*((own.ages(measure_NF), own.width(measure_NF)) for own in ridges.values()), strict=True)
         results = replace(results, ridge_FN=torch.tensor(np.array(ages)), width_FN=torch.tensor(np.array(widths)))
     return _Learnt(results, networks, ridges, Likeness.fit(sign_NS), mask_sources)
 
@@ -205,14 +209,19 @@ class _Fold:
         recipe = self.recipe
         return replace(plain, augmentation=recipe.augmentation, seed=recipe.training.seed, variants=recipe.variants)
 
-    def linear(self, measure_NF: Double) -> tuple[Ridge, dict[str, float]]:
-        """The ridge of the training people, and what it leaves to be learnt of everybody."""
+    def linear(self, measure_NF: Double) -> tuple[Ridge, Double, dict[str, float]]:
+        """The ridge of the training people, the measures it reads, and what it leaves to be learnt of everybody."""
         scans = self.everybody.scans
         is_learner_N = [self.splits.part_of(scan.participant_id, self.number) == "train" for scan in scans]
         train = [scan for scan, is_one in zip(scans, is_learner_N, strict=True) if is_one]
         people, ages = [scan.participant_id for scan in train], [scan.age for scan in train]
+        column, offsets = self.recipe.harmonise, {}
+        if column is not None:
+            offsets = fit_offsets(measure_NF[is_learner_N], train, column)
+            measure_NF = without_offsets(measure_NF, [site_of(scan, column) for scan in scans], offsets)
         ridge = Ridge.fit(measure_NF[is_learner_N], np.array(ages, dtype=np.float64), people)
-        return ridge, residuals(ridge, measure_NF, scans, is_learner_N)
+        ridge = replace(ridge, offsets=offsets)
+        return ridge, measure_NF, residuals(ridge, measure_NF, scans, is_learner_N)
 
     @property
     def has_tissue(self) -> bool:
@@ -251,8 +260,8 @@ def _trainable(cohort: Cohort, compute: Compute, check_for: Preprocessing | None
         compute.say(note)
     problems = cohort.problems if check_for is None else examine(cohort, check_for).problems
     stop_at_errors(problems)
-    for problem in problems:
-        compute.say(f"warning: {problem}")
+    for line in grouped(problems):
+        compute.say(f"warning: {line}")
     scans = list(cohort.with_age)
     if left_out := len(cohort.scans) - len(scans):
         compute.say(f"{left_out} scans have no age and are left out")
@@ -307,6 +316,7 @@ def _model(learnt: _Learnt, chosen: BrainRecipe, calibration_fit: str, data: str
     ages = [scan.age for scan in results.scans if scan.age is not None]
     facts = {
         "method": chosen.method,
+        "harmonise": chosen.harmonise,
         "data": data,
         "num_people": len({scan.participant_id for scan in results.scans}),
         "num_scans": len(results.scans),

@@ -274,6 +274,28 @@ def test_every_method_runs_in_the_same_pipeline(method, cohort_root, cache, tmp_
     assert math.isfinite(model.facts["raw"]["mae"])
 
 
+def test_sites_are_harmonised_inside_folds_and_unknown_ones_left_alone(
+    cohort_root, cache, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("ermoe.brain.harmonise._FEWEST_PEOPLE", 2)
+    asked = {"preset": "tiny", "method": "ridge", "harmonise": "site", "folds": 2, "split": "k-fold"}
+    train(cohort_root, tmp_path, cache=cache, console=QUIET, check=False, **asked)
+    model, tested = BrainAgeModel.load(tmp_path), Evaluation.read(tmp_path, cache=cache)
+    assert all(ridge.offsets for ridge in model.ridges.values())
+    rows = {row.participant_id: row.brain_age for row in predict(model, tested.scans)}
+    np.testing.assert_allclose([rows[who] for who in tested.people], tested.held_out.raw_N, atol=1e-3)
+    assert not caplog.records
+    stranger = dataclasses.replace(tested.scans[0], participant_id="sub-new", site="Elsewhere")
+    plain = {fold: dataclasses.replace(ridge, offsets={}) for fold, ridge in model.ridges.items()}
+    (found,), (bare,) = (list(predict(own, [stranger])) for own in (model, dataclasses.replace(model, ridges=plain)))
+    assert found.brain_age == bare.brain_age
+    assert "site Elsewhere: not in training, so nothing is harmonised there; recalibrate" in caplog.text
+    with pytest.raises(UserError, match="0 of its values have 2 people or more to learn from, and it takes two"):
+        train(cohort_root, tmp_path / "no", cache=cache, console=QUIET, check=False, **(asked | {"harmonise": "arm"}))
+    with pytest.raises(UserError, match="--harmonise site is about the ridge's measures"):
+        recipe("tiny", "ermoe", harmonise="site", learns="age")
+
+
 def typed(options):
     """The recipe of a command line."""
     return parse_command(Train, ["data", *options.split()], prog="ermoe brain train").chosen()

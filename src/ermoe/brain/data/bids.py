@@ -21,6 +21,7 @@ from ermoe.errors import UserError
 _OF_DERIVATIVES = {"desc", "label", "space", "res", "den", "atlas", "seg", "hemi"}
 _NATIVE_SPACES = {None, "T1w", "orig", "scanner"}
 _SUFFIXES = (".nii.gz", ".nii")
+_NOT_SKIPPED = {"T1w", "mask", "dseg", "probseg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class Choice:
     with_contrast: list[Path] = field(default_factory=list)
     elsewhere: list[Path] = field(default_factory=list)
     """T1s in another space than their own, for example MNI."""
+    others: list[Path] = field(default_factory=list)
+    """Images that are no T1w, for example T2w."""
+    num_hidden: int = 0
+    """Files that macOS leaves, whose names begin with "._"."""
 
 
 def is_bids_root(folder: Path) -> bool:
@@ -90,9 +95,11 @@ def _session_folders(root: Path) -> Iterator[tuple[str, str | None, Path]]:
 
 
 def _choose(participant_id: str, session_id: str | None, folder: Path, rule: str) -> Choice:
-    choice = Choice(participant_id, session_id, None)
+    anat = folder / "anat"
+    choice = Choice(participant_id, session_id, None, num_hidden=len(list(anat.glob("._*"))))
+    choice.others = [path for path in _images(anat, "*") if Name.parsed(path).suffix not in _NOT_SKIPPED]
     candidates = []
-    for path in _images(folder / "anat", "T1w"):
+    for path in _images(anat, "T1w"):
         entities = Name.parsed(path).entities
         if "ce" in entities:
             choice.with_contrast.append(path)

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ermoe.brain.data import bids
-from ermoe.brain.data.people import AgeText, People, described, mismatches, same_person_twice, session_ages
+from ermoe.brain.data.mistaken import dicom_below
+from ermoe.brain.data.people import (
+    AgeText,
+    People,
+    described,
+    mismatches,
+    same_person_twice,
+    session_ages,
+    without_ages,
+)
 from ermoe.brain.data.scans import (
     TISSUES,
     CohortOptions,
@@ -30,6 +39,7 @@ TABLES = {".tsv", ".csv", ".txt"}
 _IMAGES = (".nii", ".nii.gz")
 _NOT_A_T1 = {"mask", "dseg", "probseg", "bold", "dwi", "T2w", "FLAIR"}
 _PATHS = ("t1", "t1w", "path", "file", "filename", "scan", "image")
+_NO_TABLE = "is not there or has no rows"
 _OTHER_PATHS = ("mask", "dseg", "aseg", *TISSUES)
 
 
@@ -110,6 +120,9 @@ def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions |
     with naming_what_cannot_be_read():
         found = [_scans_at(Path(path), options) for path in paths]
     if not any(part.scans for part in found):
+        for folder in map(Path, paths):
+            if folder.is_dir() and (dicom := dicom_below(folder)) is not None:
+                raise UserError(f"{folder} {_holds_dicom(dicom)}")
         raise UserError(
             f"no scan found in {', '.join(map(str, paths)) or 'nothing'}: name NIfTI files, folders or BIDS roots"
         )
@@ -124,7 +137,8 @@ def _scans_at(path: Path, options: CohortOptions) -> Cohort:
     if path.is_dir() and bids.is_bids_root(path):
         return _in_bids(path, options)
     if path.is_dir():
-        return Cohort.of(scan for scan in _scans_below(path, options) if options.wants(scan.participant_id))
+        scans, notes = _scans_below(path, options)
+        return Cohort.of((scan for scan in scans if options.wants(scan.participant_id)), notes)
     if path.suffix.casefold() in TABLES:
         return _in_table(path, options)
     if not path.exists() and not path.name.casefold().endswith(_IMAGES):
@@ -132,19 +146,26 @@ def _scans_at(path: Path, options: CohortOptions) -> Cohort:
     return Cohort.of([_lone_scan(path, options)])
 
 
-def _scans_below(folder: Path, options: CohortOptions) -> list[Scan]:
-    """The scans of a folder; where the same file name occurs in several of its folders, these tell people apart."""
-    images = (path for path in folder.rglob("*") if path.is_file() and path.name.casefold().endswith(_IMAGES))
-    seen = (path for path in images if not is_hidden(path, below=folder))
+def _scans_below(folder: Path, options: CohortOptions) -> tuple[list[Scan], list[str]]:
+    """The scans of a folder, and what was skipped in words.
+
+    Where the same file name occurs in several of its folders, these tell people apart.
+    """
+    # A link that leads nowhere is one of git-annex, mostly, and worth a sentence.
+    named = (path for path in folder.rglob("*") if path.name.casefold().endswith(_IMAGES))
+    images = [path for path in named if path.is_file() or path.is_symlink()]
+    seen = [path for path in images if not is_hidden(path, below=folder)]
+    others = Counter(suffix for path in seen if (suffix := bids.Name.parsed(path).suffix) in _NOT_A_T1)
     files = sorted(path for path in seen if bids.Name.parsed(path).suffix not in _NOT_A_T1)
     scans = [_lone_scan(file, options) for file in files]
     occurs = Counter(scan.key for scan in scans)
-    return [
+    told_apart = [
         scan
         if occurs[scan.key] == 1 or "sub" in bids.Name.parsed(scan.t1).entities
         else replace(scan, participant_id=(scan.t1.relative_to(folder).parent / scan.participant_id).as_posix())
         for scan in scans
     ]
+    return told_apart, _skipped(others, sum(path.name.startswith("._") for path in images))
 
 
 def _lone_scan(path: Path, options: CohortOptions) -> Scan:
@@ -178,11 +199,14 @@ def _in_bids(root: Path, options: CohortOptions) -> Cohort:
         problems += same_person_twice(filter(options.wants, people.participant_ids), table)
         problems += mismatches(people, [choice.participant_id for choice in choices])
     else:
-        problems.append(Problem("error", None, table, "is not there or has no rows", "ages come from it"))
+        problems.append(Problem("error", None, table, _NO_TABLE, "ages come from it"))
     sexes = declared_sexes(root / "participants.json") | dict(options.sex_coding)
     scans: list[Scan] = []
     for used in taken.values():
         scans += _scans_of_person(root, used, people, sexes, options, problems)
+    problems = without_ages(people, scans, problems)
+    if all(scan.age is not None for scan in scans):  # sessions.tsv or scans.tsv have them
+        problems = [problem for problem in problems if problem.what != _NO_TABLE]
     return Cohort.of(scans, _notes(choices, options), filter(options.concerns, problems))
 
 
@@ -203,6 +227,7 @@ def _scans_of_person(
         people,
         read_table(path) if path.is_file() else None,
         visits=visits,
+        of_scans=dict(filter(None, (_age_of_scan(root, choice) for choice in choices))),
         age_is_baseline=options.age_is_baseline,
     )
     problems += [*unclear, *age_unit_problems(path.with_suffix(".json"))]
@@ -218,6 +243,17 @@ def _scans_of_person(
         problems += faults
         scans.append(scan)
     return scans
+
+
+def _age_of_scan(root: Path, choice: bids.Choice) -> tuple[str | None, AgeText] | None:
+    """The age that scans.tsv gives for a T1, with its session; None if it gives none."""
+    assert choice.t1 is not None
+    folder = root / choice.participant_id / (choice.session_id or ".")
+    path = folder / f"{'_'.join(filter(None, (choice.participant_id, choice.session_id)))}_scans.tsv"
+    rows = read_table(path).rows if path.is_file() else ()
+    name = choice.t1.relative_to(folder).as_posix()
+    age = next((given(row.get("age")) for row in rows if row.get("filename") == name), None)
+    return None if age is None else (choice.session_id, AgeText(age, path))
 
 
 def _notes(choices: Sequence[bids.Choice], options: CohortOptions) -> list[str]:
@@ -236,14 +272,38 @@ def _notes(choices: Sequence[bids.Choice], options: CohortOptions) -> list[str]:
         notes.append(f"{elsewhere} T1w scans in another space than their own (space-) are left out")
     if without := [choice.participant_id for choice in choices if choice.t1 is None]:
         notes.append(f"{len(without)} sessions have an anat folder and no usable T1w scan: {', '.join(without[:5])}")
+    others = Counter(bids.Name.parsed(path).suffix for choice in choices for path in choice.others)
+    if short := others.pop("T1", 0):
+        notes.append(f"{short} images end in _T1 and are left out: rename them to _T1w if they are T1-weighted")
+    return notes + _skipped(others, sum(choice.num_hidden for choice in choices))
+
+
+def _skipped(others: Mapping[str, int], num_hidden: int) -> list[str]:
+    """How many files were not looked at, in words."""
+    notes = []
+    if others:
+        kinds = ", ".join(f"{suffix} {number}" for suffix, number in sorted(others.items()))
+        notes.append(f"{sum(others.values())} other images are skipped: {kinds}")
+    if num_hidden:
+        notes.append(f"{num_hidden} files that macOS leaves (._…) are ignored")
     return notes
 
 
 def _nothing_in(root: Path, options: CohortOptions) -> str:
     if options.participants:
         return f"{root} has no T1w scan of {', '.join(options.participants)}: check the labels"
+    if short := next(iter([*root.glob("sub-*/anat/*_T1.nii*"), *root.glob("sub-*/ses-*/anat/*_T1.nii*")]), None):
+        return f"{root} has no *_T1w.nii[.gz] but {short.name}: rename _T1 to _T1w, as BIDS calls T1-weighted scans"
+    if (dicom := dicom_below(root)) is not None:
+        return f"{root} {_holds_dicom(dicom)}"
     pattern = "" if options.t1_rule in ("first", "last") else f" that matches {options.t1_rule!r}"
     return f"{root} has no sub-*/[ses-*/]anat/*_T1w.nii[.gz]{pattern}: name a BIDS root or a table"
+
+
+def _holds_dicom(path: Path) -> str:
+    return (
+        f"holds DICOM files, {path.name} for one: convert them with `dcm2niix -z y {path.parent}` and name the .nii.gz"
+    )
 
 
 def _in_table(path: Path, options: CohortOptions) -> Cohort:
@@ -277,7 +337,7 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
         problems += doubts
     if not scans:
         raise UserError(f"{path} lists no scan" + (" of the people asked for" if options.participants else ""))
-    problems += _one_scan_twice(scans, path)
+    problems = without_ages(people, scans, problems) + _one_scan_twice(scans, path)
     return Cohort.of(scans, problems=filter(options.concerns, problems))
 
 

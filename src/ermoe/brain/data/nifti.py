@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
+from ermoe.brain.data.mistaken import remedy_for
 from ermoe.brain.data.scans import MOST_VOXELS, Problem, ScanError, Severity
 from ermoe.errors import UserError
 from ermoe.files import file_size
@@ -89,7 +90,8 @@ def _library() -> Any:
 def _open(path: Path, subject: str) -> Any:
     nibabel = _library()
     if not os.path.exists(path):  # of a name that is too long, Path asks the system, which is an error
-        raise ScanError(Problem("error", subject, path, "does not exist", "restore the file or delete its row"))
+        known = remedy_for(path) or ("does not exist", "restore the file or delete its row")
+        raise ScanError(Problem("error", subject, path, *known))
     try:
         if file_size(path) == 0:
             raise ScanError(Problem("error", subject, path, "is empty", "copy it again from where it came"))
@@ -97,8 +99,8 @@ def _open(path: Path, subject: str) -> Any:
     except ScanError:
         raise
     except Exception as problem:  # what readers of damaged headers raise is anybody's guess
-        what = f"cannot be read as an image ({_short(problem)})"
-        raise ScanError(Problem("error", subject, path, what, "copy it again from where it came")) from problem
+        unknown = f"cannot be read as an image ({_short(problem)})", "copy it again from where it came"
+        raise ScanError(Problem("error", subject, path, *(remedy_for(path) or unknown))) from problem
 
 
 def _read(stored: Any, path: Path, subject: str) -> Image:

@@ -18,6 +18,7 @@ _Listed = Mapping[str | None, Mapping[str, str]]
 _SITE = ("site", "site_id", "center", "centre")
 _SECONDS_A_YEAR = 365.25 * 86400
 _LONGEST_ID = 100  # ids become names of files
+_NO_AGE = "gives no age"
 _KNOWN = {"participant_id", "session_id", "age", "sex", *_SITE}
 
 
@@ -27,14 +28,18 @@ class People:
 
     path: Path
     rows: dict[_Key, dict[str, str]] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
     def listed_in(cls, table: Table) -> People:
         """Rows that come twice are reported, whether or not they say the same."""
         if not table.has("participant_id"):
-            raise UserError(f"{table.path} has no column participant_id: rows are joined with scans by it")
-        people = cls(table.path)
+            raise UserError(
+                f"{table.path} has no column participant_id, by which rows are joined with scans; it has "
+                f"{', '.join(table.columns[:9])}: rename the one with the ids"
+            )
+        people = cls(table.path, columns=table.columns)
         for row in table.rows:
             participant_id = given(row.get("participant_id"))
             if participant_id is None:
@@ -58,6 +63,16 @@ class People:
     @property
     def participant_ids(self) -> list[str]:
         return list(dict.fromkeys(person for person, _ in self.rows))
+
+
+def without_ages(people: People, scans: Sequence[Scan], problems: list[Problem]) -> list[Problem]:
+    """The problems, with one in place of everybody's missing age where a table has no column of ages at all."""
+    if not people.rows or "age" in people.columns or any(scan.age is not None for scan in scans):
+        return problems
+    what = f"has no column age; it has {', '.join(people.columns[:12])}"
+    remedy = "rename the one with the age in years at the scan to age"
+    one = Problem("error", None, people.path, what, remedy)
+    return [*(problem for problem in problems if problem.what != _NO_AGE), one]
 
 
 def same_person_twice(ids: Iterable[str], path: Path) -> list[Problem]:
@@ -101,7 +116,7 @@ def described(
 
 def _age(age: AgeText, key: str, problems: list[Problem]) -> float | None:
     if age.text is None:
-        problems.append(Problem("warning", key, age.path, "gives no age", "the scan is left out of training"))
+        problems.append(Problem("warning", key, age.path, _NO_AGE, "the scan is left out of training"))
         return None
     try:
         return read_age(age.text)
@@ -138,16 +153,18 @@ def session_ages(
     session_table: Table | None,
     *,
     visits: Sequence[str] = (),
+    of_scans: Mapping[str | None, AgeText] | None = None,
     age_is_baseline: bool,
 ) -> tuple[dict[str | None, AgeText], list[Problem]]:
-    """The age at each of ``sessions`` of one person; ``visits`` are further ones, of which no T1 is used.
+    """The age at each of ``sessions`` of one person; ``visits`` are further ones, of which no T1 is used, and
+    ``of_scans`` ages that scans.tsv gives.
 
     A person's one age holds for a single visit. For several, each session needs its own; with ``age_is_baseline`` the
     one age is that of the first, and later ones get theirs from ``acq_time`` if the sessions file has it.
     """
     rows = () if session_table is None else session_table.rows
     listed: _Listed = {prefixed(row["session_id"], "ses-"): row for row in rows if given(row.get("session_id"))}
-    found = {session: AgeText(None, people.path) for session in sessions}
+    found = {session: AgeText(None, people.path) for session in sessions} | dict(of_scans or {})
     for session in sessions:
         row = {} if session is None else people.rows.get((participant_id, session), {})
         if text := given(row.get("age")):

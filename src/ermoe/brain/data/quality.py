@@ -27,10 +27,13 @@ from ermoe.brain.data.preprocess import (
     tissue_images,
     volume_ml,
 )
-from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity
+from ermoe.brain.data.scans import Preprocessing, Problem, Scan, ScanError, Severity, grouped
+from ermoe.brain.likeness import agreement_with_template
 
 _COARSE_MM = 3.0
 _USUAL_ML = (700.0, 2200.0)
+_UPSIDE_DOWN = -0.1
+"""By how much less a brain agrees with the template than when it is turned: brains that are made up may be level."""
 _PERMUTATIONS = 999
 _LARGEST_P = 0.01
 _SMALLEST_GAIN = 0.05
@@ -117,12 +120,14 @@ class Checkup:
 
     scan: Scan
     mask_source: str | None
-    """None if there is no mask to be had; "deepbet" means that deepbet will be run, not that it was."""
+    """None if there is no mask to be had; "deepbet" means that deepbet will be run, or was, see ``has_mask``."""
     fingerprint: Mapping[str, float]
     """Numbers that should not know an age, by name; none if the scan cannot be read."""
     problems: tuple[Problem, ...]
     digest: str | None
     """Of the voxels, in world order."""
+    has_mask: bool = False
+    """Whether the brain was looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +156,24 @@ def examine(
     cohort: Cohort,
     preprocessing: Preprocessing | None = None,
     *,
+    make_masks: bool = False,
     on_scan: Callable[[int, int], None] = lambda done, total: None,
 ) -> Examination:
-    """Checks every scan, for the usual ``preprocessing`` or another; `stop_at_errors(….problems)` before training."""
+    """Checks every scan, for the usual ``preprocessing`` or another; `stop_at_errors(….problems)` before training.
+
+    ``make_masks`` runs deepbet for heads without a mask, which takes seconds each; else their brains are not looked at.
+    """
     usual = preprocessing or Preprocessing()
     checkups = []
     for done, scan in enumerate(cohort.scans, start=1):
-        checkups.append(_check_scan(scan, usual))
+        checkups.append(_check_scan(scan, usual, make_masks))
         on_scan(done, len(cohort.scans))
     problems = [*cohort.problems, *_same_images(checkups)]
     problems += [problem for checkup in checkups for problem in checkup.problems]
     return Examination(tuple(checkups), tuple(problems), tuple(_suspects(checkups)))
 
 
-def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
+def _check_scan(scan: Scan, preprocessing: Preprocessing, make_masks: bool) -> Checkup:
     """Everything that can be told from one scan and its derivatives."""
     t1, problems = inspect_image(scan.t1, scan.key)
     if t1 is None or any(problem.severity == "error" for problem in problems):
@@ -175,7 +184,7 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
         problems.append(Problem("warning", scan.key, scan.t1, what, "expect a poor prediction"))
     source, mask_XYZ = None, None
     try:
-        source, mask_XYZ = _mask(scan, t1)
+        source, mask_XYZ = _mask(scan, t1, make_masks)
         if scan.tissue is not None:
             tissue_images(scan, t1)
     except ScanError as wrong:
@@ -184,12 +193,12 @@ def _check_scan(scan: Scan, preprocessing: Preprocessing) -> Checkup:
         problems += _brain(scan, t1, mask_XYZ, preprocessing)
     marked = mask_XYZ if mask_XYZ is not None else t1.data_XYZ > t1.data_XYZ.mean()
     digest = hashlib.blake2b(_trimmed(t1.data_XYZ).tobytes(), digest_size=16).hexdigest()
-    return Checkup(scan, source, _fingerprint(t1, marked), tuple(problems), digest)
+    return Checkup(scan, source, _fingerprint(t1, marked), tuple(problems), digest, mask_XYZ is not None)
 
 
-def _mask(scan: Scan, t1: Image) -> tuple[str, Bool | None]:
-    """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do for the brain."""
-    if scan.mask is None and scan.labels is None and has_deepbet() and stripped_mask(t1) is None:
+def _mask(scan: Scan, t1: Image, make_it: bool) -> tuple[str, Bool | None]:
+    """deepbet takes seconds a scan and runs when the scan is prepared; here the head has to do unless asked."""
+    if not make_it and scan.mask is None and scan.labels is None and has_deepbet() and stripped_mask(t1) is None:
         return "deepbet", None
     mask_XYZ, source = brain_mask(scan, t1)
     return source, mask_XYZ
@@ -210,7 +219,11 @@ def _brain(scan: Scan, t1: Image, mask_XYZ: Bool, preprocessing: Preprocessing) 
     if not looks_like_t1(t1.data_XYZ, mask_XYZ, t1.spacing_mm):
         what = "shows a brain that is hardly brighter inside than at its surface, as in no T1 of an adult"
         problems.append(Problem("warning", scan.key, scan.t1, what, "is it T1-weighted, and the mask its own?"))
-    x, y, z = bounding_box(mask_XYZ)
+    x, y, z = box = bounding_box(mask_XYZ)
+    if agreement_with_template(t1.data_XYZ[box], mask_XYZ[box])[2] < _UPSIDE_DOWN:
+        what = "shows a brain that lies upside down or back to front, by the axes of its header"
+        remedy = "look at it; convert it again from DICOM with dcm2niix, or correct its sform"
+        problems.append(Problem("warning", scan.key, scan.t1, what, remedy))
     right, front, top = mask_XYZ.shape  # the brain stem may leave at the bottom
     touched = {"left": x.start == 0, "right": x.stop == right, "back": y.start == 0, "front": y.stop == front}
     touched["top"] = z.stop == top
@@ -299,8 +312,13 @@ def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
     for name, found in groups.items():
         yield f"{name}: " + ", ".join(f"{key} {number}" for key, number in sorted(found.items()))
     yield from cohort.notes
-    for problem in (*examination.errors, *examination.warnings):
-        yield f"{problem.severity}: {problem}"
+    if unseen := [own.scan.key for own in examination.checkups if own.mask_source == "deepbet" and not own.has_mask]:
+        yield (
+            f"{_count(len(unseen), 'mask')} not made, so these brains were not looked at: {', '.join(unseen[:5])}"
+            f"{', …' * (len(unseen) > 5)}; deepbet makes them in training, and here with --mask"
+        )
+    yield from (f"error: {line}" for line in grouped(examination.errors))
+    yield from (f"warning: {line}" for line in grouped(examination.warnings))
     yield from _confounds_in_words(examination.confounds)
     numbers = (len(found) for found in (examination.errors, examination.warnings, examination.confounded_by))
     yield ", ".join(map(_count, numbers, ("error", "warning", "confound")))

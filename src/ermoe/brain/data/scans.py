@@ -139,9 +139,28 @@ def stop_at_errors(problems: Sequence[Problem], *, shown: int = 20) -> None:
     errors = [problem for problem in problems if problem.severity == "error"]
     if not errors:
         return
-    rest = [f"… and {len(errors) - shown} more"] if len(errors) > shown else []
-    listed = "\n".join(f"  {line}" for line in [*map(str, errors[:shown]), *rest])
+    lines = grouped(errors)
+    rest = [f"… and {len(lines) - shown} more"] if len(lines) > shown else []
+    listed = "\n".join(f"  {line}" for line in [*lines[:shown], *rest])
     raise UserError(f"{len(errors)} error{'s' if len(errors) > 1 else ''} in the data, to be mended first:\n{listed}")
+
+
+def grouped(problems: Sequence[Problem], *, named: int = 5) -> list[str]:
+    """One sentence for all problems that say the same, in the order of the first of each.
+
+    >>> twins = [Problem("error", f"sub-{n}", Path(f"{n}.nii"), "is empty", "copy it again") for n in range(3)]
+    >>> grouped(twins)
+    ['sub-0: 0.nii is empty: copy it again (and 2 more: sub-1, sub-2)']
+    """
+    alike: dict[tuple[str, str, str], list[Problem]] = defaultdict(list)
+    for problem in problems:
+        alike[problem.severity, problem.what, problem.remedy].append(problem)
+    lines = []
+    for first, *others in alike.values():
+        names = [str(other.subject or other.path) for other in others]
+        listed = ", ".join(names[:named]) + (", …" if len(names) > named else "")
+        lines.append(f"{first} (and {len(others)} more: {listed})" if others else str(first))
+    return lines
 
 
 _PREFIX = "sub-"

@@ -46,6 +46,14 @@ def read_table(path: Path) -> Table:
     lines = [line for line in read_text(path).splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: it needs a header line and one row a person")
+    if (
+        path.suffix.casefold() == ".tsv"
+        and "\t" not in lines[0]
+        and (between := max(";,", key=lines[0].count)) in lines[0]
+    ):
+        raise UserError(
+            f"{path} has {between!r} between its columns, where a .tsv has tabs: save it again separated by tabs"
+        )
     delimiter = "\t" if path.suffix.casefold() == ".tsv" else max("\t;,", key=lines[0].count)
     try:
         header, *body = csv.reader(lines, delimiter=delimiter)

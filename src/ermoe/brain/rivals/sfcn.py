@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ class SFCN(nn.Module):
     """Five convolutions that halve the volume, one of width 1, a mean over what is left, and a linear layer.
 
     The pooling before the classifier is over whatever remains of the volume, so any size of at least 32 voxels along
-    each axis will do. With the 40 bins of the authors it has their 2,952,936 parameters.
+    each axis will do. With the 40 bins of the authors it has their 2,952,936 parameters, and `load_state_dict` takes
+    weights under the authors' names, also with the "module." of a parallel model before them.
 
     >>> import torch
     >>> SFCN(num_classes=40)(torch.randn(2, 1, 32, 40, 32)).shape
@@ -42,6 +44,7 @@ class SFCN(nn.Module):
         )
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(last, num_classes)
+        self.register_load_state_dict_pre_hook(_renamed)
 
     def forward(self, volume: Tensor, mask: Tensor | None = None) -> Tensor:
         """Outputs (B, num_classes) of volumes (B, C, X, Y, Z); a convolution has no use for the mask."""
@@ -50,6 +53,19 @@ class SFCN(nn.Module):
         # Convolutions and pooling over volumes are fastest with channels side by side.
         feature = self.features(volume.contiguous(memory_format=torch.channels_last_3d))
         return self.head(self.head_drop(feature.mean((2, 3, 4))))
+
+
+_OF_THE_AUTHORS = re.compile(r"(?:module\.)?(?:feature_extractor\.conv_(\d+)\.|classifier\.conv_\d+\.)(.+)")
+
+
+def _renamed(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Gives weights under the authors' names those of this network; their head is a convolution of width 1."""
+    for name in list(state):
+        if known := _OF_THE_AUTHORS.fullmatch(name.removeprefix(prefix)):
+            stage, rest = known.groups()
+            weight = state.pop(name)
+            own = f"head.{rest}" if stage is None else f"features.{stage}.{rest}"
+            state[prefix + own] = weight.flatten(1) if own == "head.weight" else weight
 
 
 def _halving(before: int, after: int) -> nn.Sequential:

@@ -15,6 +15,7 @@ from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 
 from ermoe.brain.commands import Doctor
 from ermoe.brain.data import preprocess as masks
+from ermoe.brain.data import quality
 from ermoe.brain.data.cohort import open_cohort, open_scans
 from ermoe.brain.data.preprocess import Preprocessing, looks_like_t1, prepare
 from ermoe.brain.data.quality import confounds, examine, left_out_errors
@@ -263,10 +264,10 @@ def test_only_what_predicts_age_is_called_a_confound():
     assert {confound.name for confound in found if confound.mae is None} == {"voxel", "id"}
 
 
-def run_doctor(*scans, **options):
+def run_doctor(*scans, mask=False, **options):
     text = io.StringIO()
     try:
-        Doctor(tuple(map(str, scans)), cohort=CohortOptions(**options))(Console(file=text, width=200))
+        Doctor(tuple(map(str, scans)), cohort=CohortOptions(**options), mask=mask)(Console(file=text, width=200))
     except UserError as refusal:
         text.write(f"ermoe: {refusal}")
     return text.getvalue()
@@ -302,3 +303,20 @@ def test_doctor_looks_at_single_files(tmp_path):
     t1, _, affine = head(skull=False)
     said = run_doctor(save(tmp_path / "a.nii.gz", t1, affine))
     assert "1 scan of 1 person" in said
+
+
+def test_masks_are_made_or_missed(tmp_path, monkeypatch):
+    t1, labels, affine = head()
+    path = save(tmp_path / "a.nii.gz", t1, affine)
+    monkeypatch.setattr(quality, "has_deepbet", lambda: True)
+    monkeypatch.setattr(masks, "has_deepbet", lambda: True)
+    monkeypatch.setattr(masks, "_deepbet_mask", lambda image: np.asarray(labels > 0))
+    missed = (
+        "1 mask not made, so these brains were not looked at: a; deepbet makes them in training, and here with --mask"
+    )
+    assert missed in run_doctor(path).replace("\n", " ")
+    said = run_doctor(path, mask=True)
+    assert "brain mask: deepbet 1" in said
+    assert "not made" not in said
+    monkeypatch.setattr(masks, "has_deepbet", lambda: False)
+    assert "--mask makes masks with deepbet: pip install 'ermoe[brain-mask]'" in run_doctor(path, mask=True)
