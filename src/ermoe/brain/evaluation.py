@@ -38,6 +38,8 @@ _MOST_LEVELS = 12
 """Levels above which a column of the table is no label of a batch but a measurement."""
 _SMALLEST_LEVEL = 8
 """Scans below which a level of a label gets no column of its own."""
+_ALONE = " only"
+"""How estimates from a label alone are called, after its name."""
 _TELLTALE = 0.9
 """A label that beats predict-the-mean by more than a tenth is called confounded with age."""
 
@@ -124,7 +126,7 @@ class Evaluation:
             methods[f"ridge inside {name}"] = inside(label, by_ridge(measure))
         methods |= {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
         methods["predict the mean"] = mean_age
-        methods |= {f"{name} only": by_label(label) for name, label in labels(self.outputs.scans).items()}
+        methods |= {f"{name}{_ALONE}": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
             everybody = over_folds(estimate, self.outputs.scans, self.outputs.splits)
             found[name] = everybody[self.held_out.row_N]
@@ -145,14 +147,31 @@ class Evaluation:
 
     @cached_property
     def levels(self) -> dict[str, NDArray[np.bool_]]:
-        """Groups of scans to judge within: all, then every level of a label that has scans enough."""
-        found = {"all": np.ones(len(self.scans), dtype=bool)}
+        """Groups of scans to judge within: all, and every level of a label that has scans enough.
+
+        Levels of labels that tell age by themselves come first: over all scans such a label is part of every figure.
+        """
+        everybody = {"all": np.ones(len(self.scans), dtype=bool)}
+        telling: dict[str, NDArray[np.bool_]] = {}
+        others: dict[str, NDArray[np.bool_]] = {}
         for name, label in labels(self.outputs.scans).items():
             for level in sorted({value for value in map(label, self.scans) if value is not None}):
                 rows = np.array([label(scan) == level for scan in self.scans])
                 if rows.sum() >= _SMALLEST_LEVEL:
-                    found[f"{name} {level}"] = rows
-        return found
+                    (telling if name in self.confounders else others)[f"{name} {level}"] = rows
+        return telling | everybody | others
+
+    @property
+    def leading(self) -> dict[str, NDArray[np.bool_]]:
+        """The groups whose figures come first: all scans, or those within a label that tells age by itself."""
+        before = list(self.levels).index("all")
+        return dict(list(self.levels.items())[: before or 1])
+
+    @cached_property
+    def is_synthetic(self) -> bool:
+        """Whether the data set's description says that its brains were made up."""
+        path = Path(self.config["data"]["path"]) / "dataset_description.json"
+        return path.is_file() and "synthetic" in str(read_json(path, "mend it").get("Name", "")).casefold()
 
     def figures(self, predicted_N: Array, rows: NDArray[np.bool_] | None = None) -> dict[str, Figure]:
         """Figures of predictions, over some of the scans."""
@@ -166,16 +185,25 @@ class Evaluation:
         return paired_difference(np.array(self.people)[rows].tolist(), own_N, other_N)
 
     @cached_property
+    def _error(self) -> dict[str, float]:
+        """Mean absolute error of every estimate."""
+        return {name: float(np.abs(ages_N - self.held_out.age_N).mean()) for name, ages_N in self.estimates.items()}
+
+    @cached_property
+    def confounders(self) -> list[str]:
+        """Labels that by themselves tell age better than predicting the mean."""
+        told = [name for name in self.estimates if name.endswith(_ALONE)]
+        limit = _TELLTALE * self._error["predict the mean"]
+        return [name.removesuffix(_ALONE) for name in told if self._error[name] < limit]
+
+    @cached_property
     def confounds(self) -> list[str]:
-        """A sentence for every label that by itself tells age better than predicting the mean."""
-        age_N = self.held_out.age_N
-        error = {name: float(np.abs(values - age_N).mean()) for name, values in self.estimates.items()}
-        mean = error["predict the mean"]
+        """A sentence for every one of them."""
         return [
-            f"{name.removesuffix(' only')} alone predicts age with an error of {error[name]:.1f} years (predicting the "
-            f"mean: {mean:.1f}): figures over all scans are confounded with it; read those within one level of it"
-            for name in self.estimates
-            if name.endswith(" only") and error[name] < _TELLTALE * mean
+            f"{name} alone predicts age with an error of {self._error[name + _ALONE]:.1f} years (predicting the mean: "
+            f"{self._error['predict the mean']:.1f}): figures over all scans are confounded with it; read those within "
+            "one level of it"
+            for name in self.confounders
         ]
 
     @cached_property

@@ -26,7 +26,7 @@ from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
 from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict, recalibrated
 from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
-from ermoe.brain.reporting.page import report
+from ermoe.brain.reporting.page import _facts, _warnings, report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
 from ermoe.cli.main import main
@@ -218,6 +218,10 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     for heading in ("How far off", "Predicted against chronological age", "Tissues and experts", "Where it looks",
                     "Scans, worst predictions first", "Training", "Model card"):  # fmt: skip
         assert heading in text
+    assert re.search(r"<title>[^<]*, synthetic brains</title>", text)
+    assert '<a href="#how-far-off">' in text
+    assert text.index('id="read-this-first"') < text.index('aria-label="scatter"') < text.index('id="how-far-off"')
+    assert "network&#x27;s worth" in text
     description = json.loads((tmp_path / "dataset_description.json").read_text())
     assert description["DatasetType"] == "derivative"
     rows = table(tmp_path / "desc-heldout_brainage.tsv")
@@ -225,10 +229,11 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert set(rows[0]) == set(json.loads((tmp_path / "desc-heldout_brainage.json").read_text()))
     metrics = table(tmp_path / "desc-metrics_brainage.tsv")
     assert {"all", "sex F", "sex M"} <= {row["group"] for row in metrics}
+    assert all((row["mae"] == "n/a") == (int(row["num_people"]) < 4) for row in metrics)
     card = (tmp_path / "model-card.md").read_text()
     assert "Research use only" in card
-    assert "## Do not\n\n- diagnose" in card
-    assert re.search(r"<h3>Do not</h3>\s*<ul><li>diagnose", text), "without its heading it would read as advice"
+    assert "## Do not\n\n- Do not diagnose" in card
+    assert re.search(r"<h3>Do not</h3>\s*<ul><li>Do not diagnose", text)  # each line by itself: headings get lost
     assert len(list((tmp_path / "figures").glob("*.png"))) >= 7
     assert bids_errors(tmp_path) == []
 
@@ -258,6 +263,25 @@ def test_simple_estimates_stand_beside_the_network(finished, cache):
     assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
     assert all(np.isfinite(values).all() for values in evaluation.estimates.values())
     assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
+
+
+def test_a_report_says_first_what_a_simple_estimate_does_better(finished, cache):
+    evaluation = Evaluation.read(finished, cache=cache)
+    age_N = evaluation.held_out.age_N
+    young_N = age_N < np.median(age_N)
+    vars(evaluation)["estimates"] = {
+        "ermoe": evaluation.held_out.raw_N,
+        "tissue ridge": age_N + 0.1,
+        "predict the mean": np.full(len(age_N), age_N.mean()),
+        "batch only": np.where(young_N, age_N[young_N].mean(), age_N[~young_N].mean()),
+    }
+    assert evaluation.confounders == ["batch"]
+    vars(evaluation)["levels"] = {"batch young": young_N, "all": np.ones(len(age_N), dtype=bool)}
+    said = "\n".join(_warnings(evaluation))
+    assert "batch alone predicts age" in said
+    assert re.search("tissue ridge beats ermoe by .* years, within batch young", said)
+    assert "no better than the mean age" in said
+    assert list(_facts(evaluation))[0] == "raw MAE within batch young"
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "ermoe"])

@@ -24,6 +24,8 @@ from ermoe.train.compute import Compute
 
 _MOST_CORRELATED = 20
 """Scans whose cubes are correlated with scores."""
+_MOST_EPOCHS = 4
+"""Epochs in a table, so that it is no wider than a page."""
 _AT_ONCE = 16
 """Cubes that are hidden in one batch, each in a copy of the scan."""
 
@@ -74,13 +76,14 @@ def _regions(page: Page, evaluation: Evaluation, album: Album, compute: Compute)
 
 
 def _region_probes(evaluation: Evaluation) -> dict[str, Array]:
-    """Mean scores (3, E) by epoch, as the first fold wrote them down while it learnt."""
+    """Mean scores (3, E) of a few epochs, as the first fold wrote them down while it learnt."""
     found: dict[str, Array] = {}
     for number, line in enumerate(evaluation.judgements(evaluation.outputs.splits.fold_names[0]), 1):
         rows = [[value for name, value in line.items() if name.startswith(f"probe/{tissue}/")] for tissue in TISSUES]
         if all(rows):
             found[f"epoch {number}"] = np.array(rows)
-    return found
+    shown = np.unique(np.linspace(0, len(found) - 1, _MOST_EPOCHS).round().astype(int)) if found else ()
+    return {name: found[name] for name in (list(found)[place] for place in shown)}
 
 
 def _ranked(score_E: Array) -> list[str]:
