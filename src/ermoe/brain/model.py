@@ -261,6 +261,18 @@ class Prediction:
     """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
     problem: str = ""
 
+    @property
+    def flags(self) -> list[str]:
+        """What to know before the age is used, in words."""
+        known = {
+            "seen in training": self.seen_in_training,
+            "outside the training ages": self.outside_age_range,
+            f"mask from {self.mask_source}, unlike training": self.unusual_mask,
+            f"unlike the training scans: {self.unlike_training}": bool(self.unlike_training),
+            "not like a T1: hardly brighter inside the brain than at its surface": self.unlike_t1,
+        }
+        return [text for text, is_set in known.items() if is_set]
+
     @classmethod
     def of(cls, scan: Scan, **found: Any) -> Prediction:
         """The row of a scan with what was found, or with the problem that kept anything from being found."""

@@ -194,7 +194,8 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
     (tmp_path / "sub-x_T1w.nii.gz").write_bytes(b"no image")
     good = alone(cohort_root, 1, tmp_path, "sub-good")
     command = ["brain", "predict", str(finished), str(tmp_path / "sub-x_T1w.nii.gz"), str(good)]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert main([*command, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "kept"), "--no-report"]) == 0
+    assert not list((tmp_path / "out").glob("*.html"))
     assert "1 of 2 scans predicted" in capsys.readouterr().out
     rows = table(tmp_path / "out" / "desc-predictions_brainage.tsv")
     broken, usable = sorted(rows, key=lambda row: row["brain_age"] != "n/a")
@@ -210,6 +211,45 @@ def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, c
     person = open_cohort(cohort_root).scans[2].participant_id
     assert main(["brain", "predict", str(finished), str(cohort_root), "--participant-label", person]) == 0
     assert f"{person}: " in capsys.readouterr().out
+
+
+def test_a_bids_app_judges_people_one_by_one_and_gathers_them(finished, cohort_root, tmp_path, capsys):
+    people = [scan.participant_id for scan in open_cohort(cohort_root).scans[:4]]
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    command = ["brain", "app", str(cohort_root), str(out)]
+    options = ["--model", str(finished), "-w", str(kept), "--participant-label", *people]
+    assert main([*command, "group", *options]) == 2
+    assert "run the level participant first" in capsys.readouterr().err
+    assert main([*command, "participant", *options]) == 0
+    page = (out / f"{people[0]}.html").read_text(encoding="utf-8")
+    assert "brainsprite" in page
+    assert "favicon" not in page  # which would be asked for over the network
+    assert re.search("explain(s this age|ed? nothing)|Colours: years", page)
+    assert table(out / people[0] / f"{people[0]}_brainage.tsv")[0]["participant_id"] == people[0]
+    assert main([*command, "group", *options]) == 0
+    rows = table(out / "desc-predictions_brainage.tsv")
+    assert [row["participant_id"] for row in rows] == people
+    assert rows[0] == table(out / people[0] / f"{people[0]}_brainage.tsv")[0]
+    report_of_all = (out / "report.html").read_text(encoding="utf-8")
+    assert all(f'href="{who}.html"' in report_of_all for who in people)
+    assert "was fitted to 12 people" in (out / "logs" / "CITATION.md").read_text(encoding="utf-8")
+    assert len(list((kept / "volumes").glob("*.t1.npy"))) == 4
+    assert bids_errors(out) == []
+    assert main(["brain", "app", str(tmp_path), str(out), "participant", "--model", str(finished)]) == 2
+    assert "is no BIDS root" in capsys.readouterr().err
+
+
+def test_a_bids_app_ends_with_1_if_a_scan_cannot_be_used(finished, cohort_root, tmp_path):
+    broken = tmp_path / "bids"
+    shutil.copytree(cohort_root, broken)
+    scan = open_cohort(broken).scans[0]
+    scan.t1.write_bytes(b"no image")
+    options = ["--model", str(finished), "-w", str(tmp_path / "kept"), "--participant-label", scan.participant_id]
+    with pytest.raises(SystemExit) as ended:
+        main(["brain", "app", str(broken), str(tmp_path / "out"), "participant", *options])
+    assert ended.value.code == 1
+    (row,) = table(tmp_path / "out" / scan.participant_id / f"{scan.participant_id}_brainage.tsv")
+    assert row["problem"] != "n/a"
 
 
 def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, cache, tmp_path):
@@ -281,7 +321,7 @@ def test_a_report_says_first_what_a_simple_estimate_does_better(finished, cache)
     assert "batch alone predicts age" in said
     assert re.search("tissue ridge beats ermoe by .* years, within batch young", said)
     assert "no better than the mean age" in said
-    assert list(_facts(evaluation))[0] == "raw MAE within batch young"
+    assert next(iter(_facts(evaluation))) == "raw MAE within batch young"
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "ermoe"])
@@ -423,4 +463,4 @@ def test_prediction_waits_for_no_library_it_does_not_use():
 def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["train", "predict", "recalibrate", "report", "doctor", "synthesize", "demo"]
+    assert done.stdout.split() == ["train", "predict", "app", "recalibrate", "report", "doctor", "synthesize", "demo"]

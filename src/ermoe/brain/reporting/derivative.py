@@ -23,7 +23,18 @@ _BIDS_VERSION = "1.10.0"
 _PIPELINE = "ermoe-ba"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
-_IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
+_IGNORED = (
+    "*_brainage.tsv",
+    "*_brainage.json",
+    "**/*_brainage.tsv",
+    "**/*_brainage.json",
+    "figures",
+    "figures/**",
+    "logs",
+    "logs/**",
+    "*.html",
+    "model-card.md",
+)
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
 _COLUMNS: dict[str, dict[str, str]] = json.loads((files("ermoe.brain.reporting") / "columns.json").read_text("utf-8"))

@@ -16,6 +16,7 @@ from ermoe.brain.evaluation import Evaluation, labels
 from ermoe.brain.metrics import FEWEST, LABELS, Array, Figure, decade
 from ermoe.brain.reporting import pictures
 from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, model_card, write_table
+from ermoe.brain.reporting.people import methods_section
 from ermoe.brain.reporting.pictures import Album
 from ermoe.brain.reporting.routing_sections import routing_sections
 from ermoe.train.compute import Compute
@@ -64,6 +65,7 @@ def report(
     headed = ((heading(title), bullets(said)) for title, said in card.sections.items())
     statements = [part for pair in headed for part in pair]
     page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
+    methods_section(page, evaluation.model, f"ermoe brain train {evaluation.config['data']['path']}")
     page.contents()
     return page.write(folder / "report.html")
 

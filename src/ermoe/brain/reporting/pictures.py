@@ -149,10 +149,17 @@ def _draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
     axes.spines[:].set_visible(False)
 
 
-def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figure:
-    """Three slices through the mean brain, tinted by what hiding each cube does to the predicted age."""
+def in_cubes(value_xyz: Array, shape: Sequence[int], patch_size: int) -> Array:
+    """What is known of cubes at each of their voxels, (X, Y, Z), without any blending."""
+    x, y, z = shape
+    full_XYZ: Array = np.kron(value_xyz, np.ones((patch_size,) * 3)).astype(np.float64)
+    return full_XYZ[:x, :y, :z]
+
+
+def occlusion(change_xyz: Array, background_XYZ: Array, inside_XYZ: NDArray[np.bool_], patch_size: int) -> Figure:
+    """Three slices through the mean brain, tinted inside it by what hiding each cube does to the predicted age."""
     shape = background_XYZ.shape
-    full = np.kron(change_xyz, np.ones((patch_size,) * 3))[: shape[0], : shape[1], : shape[2]]
+    full = np.where(inside_XYZ, in_cubes(change_xyz, shape, patch_size), np.nan)
     highest = max(float(np.nanmax(np.abs(change_xyz))), 1e-6)
     middle = [size // 2 for size in shape]
     cuts = {"axial": (2, middle[2]), "coronal": (1, middle[1]), "sagittal": (0, middle[0])}
