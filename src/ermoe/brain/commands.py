@@ -100,7 +100,7 @@ class Train:
         chosen = self.chosen()
         folder = self.out or Path("runs") / f"brain-{chosen.method}-{chosen.training.seed}"
         with self.machine.started(console) as compute:
-            model = train(
+            train(
                 self.data,
                 folder,
                 preset=chosen,
@@ -115,8 +115,6 @@ class Train:
                 compute=compute,
                 resume=self.machine.resume,
             )
-            raw = model.facts["raw"]
-            compute.say(f"held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}")
             compute.say(f"written: {folder}\nnext: ermoe brain report {folder}")
 
     def chosen(self) -> BrainRecipe:

@@ -6,6 +6,7 @@ the very same folds.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import Counter
@@ -26,7 +27,7 @@ from ermoe.brain.learning import looked_at
 from ermoe.brain.measures import MEASURES
 from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
+from ermoe.brain.results import OUTPUTS, HeldOut, Outputs, held_out, mean_of_known
 from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json, read_json
@@ -38,6 +39,7 @@ _MOST_LEVELS = 12
 """Levels above which a column of the table is no label of a batch but a measurement."""
 _SMALLEST_LEVEL = 8
 """Scans below which a level of a label gets no column of its own."""
+_MEAN = "predict the mean"
 _ALONE = " only"
 """How estimates from a label alone are called, after its name."""
 _TELLTALE = 0.9
@@ -78,7 +80,7 @@ class Evaluation:
             )
         model = BrainAgeModel.load(folder, device)
         splits = Splits.load(folder / "splits.tsv", scans)
-        outputs = Outputs.load(folder / "outputs.safetensors", scans, splits, model.head)
+        outputs = Outputs.load(folder / OUTPUTS, scans, splits, model.head)
         volumes = Archive.at(cache).volumes(model.preprocessing)
         return cls(folder, config, model, outputs, volumes, calibration_fit or config["calibration_fit"])
 
@@ -125,7 +127,7 @@ class Evaluation:
         for name, label in labels(self.outputs.scans).items():
             methods[f"ridge inside {name}"] = inside(label, by_ridge(measure))
         methods |= {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
-        methods["predict the mean"] = mean_age
+        methods[_MEAN] = mean_age
         methods |= {f"{name}{_ALONE}": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
             everybody = over_folds(estimate, self.outputs.scans, self.outputs.splits)
@@ -192,19 +194,12 @@ class Evaluation:
     @cached_property
     def confounders(self) -> list[str]:
         """Labels that by themselves tell age better than predicting the mean."""
-        told = [name for name in self.estimates if name.endswith(_ALONE)]
-        limit = _TELLTALE * self._error["predict the mean"]
-        return [name.removesuffix(_ALONE) for name in told if self._error[name] < limit]
+        return _telling(self._error)
 
     @cached_property
     def confounds(self) -> list[str]:
         """A sentence for every one of them."""
-        return [
-            f"{name} alone predicts age with an error of {self._error[name + _ALONE]:.1f} years (predicting the mean: "
-            f"{self._error['predict the mean']:.1f}): figures over all scans are confounded with it; read those within "
-            "one level of it"
-            for name in self.confounders
-        ]
+        return _confounds_in_words(self._error)
 
     @cached_property
     def retest(self) -> Retest | None:
@@ -299,6 +294,31 @@ def _tissue_ridge(cache: VolumeCache) -> Estimate:
         return [float(age) for age in model.predict(_features(cache, test))]
 
     return estimate
+
+
+def confounds_among(scans: Sequence[Scan], splits: Splits) -> list[str]:
+    """A sentence for every label of the scans that by itself tells age better than predicting the mean."""
+    estimates = {f"{name}{_ALONE}": by_label(label) for name, label in labels(scans).items()}
+    age_N = np.array([math.nan if scan.age is None else scan.age for scan in scans])
+    error = {
+        name: float(np.nanmean(np.abs(over_folds(estimate, scans, splits) - age_N)))
+        for name, estimate in {_MEAN: mean_age, **estimates}.items()
+    }
+    return _confounds_in_words(error)
+
+
+def _telling(error: Mapping[str, float]) -> list[str]:
+    """Labels whose error alone is below that of the mean, by the errors of all estimates."""
+    told = [name for name in error if name.endswith(_ALONE) and error[name] < _TELLTALE * error[_MEAN]]
+    return [name.removesuffix(_ALONE) for name in told]
+
+
+def _confounds_in_words(error: Mapping[str, float]) -> list[str]:
+    return [
+        f"{name} alone predicts age with an error of {error[name + _ALONE]:.1f} years (predicting the mean: "
+        f"{error[_MEAN]:.1f}): figures over all scans are confounded with it; read those within one level of it"
+        for name in _telling(error)
+    ]
 
 
 def labels(scans: Sequence[Scan]) -> dict[str, Callable[[Scan], str | None]]:

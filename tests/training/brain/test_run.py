@@ -1,6 +1,7 @@
 """From a data set to predictions and a report, on phantoms."""
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -75,13 +76,24 @@ def test_a_run_that_goes_on_ends_as_if_nothing_had_happened(finished, cohort_roo
     shutil.rmtree(again / "model")
     shutil.rmtree(again / "folds" / "fold-1")
     (again / "outputs.safetensors").unlink()
-    train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET)
+    heard = Console(file=io.StringIO(), width=200)
+    train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=heard)
+    said = heard.file.getvalue()
+    assert "fold 1 of 3 (fold-0): learnt already" in said
+    assert "fold 2 of 3 (fold-1): learns from 8 people, is tested on 4 others" in said
+    assert said.index("phase 1 of 2: each region expert") < said.index("phase 2 of 2: the network learns from whole")
     before, after = BrainAgeModel.load(finished), BrainAgeModel.load(again)
     for name, network in before.networks.items():
         for key, value in network.state_dict().items():
             assert torch.equal(value, after.networks[name].state_dict()[key]), (name, key)
     with pytest.raises(UserError, match="another configuration"):
         train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET, seed=5)
+    heard.file.truncate(0)
+    model = train(cohort_root, again, preset="tiny", folds=3, cache=tmp_path / "unused", console=heard)
+    assert "is finished already" in heard.file.getvalue()
+    assert "phase" not in heard.file.getvalue()
+    assert model.facts == after.facts
+    assert not (tmp_path / "unused").exists()
 
 
 def test_the_model_keeps_no_readable_ids(finished):
@@ -207,9 +219,10 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
         ermoe.brain.load(finished).predict(tmp_path / "sub-x_T1w.nii.gz")
 
 
-def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, capsys):
+def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, cache, capsys):
     person = open_cohort(cohort_root).scans[2].participant_id
-    assert main(["brain", "predict", str(finished), str(cohort_root), "--participant-label", person]) == 0
+    command = ["brain", "predict", str(finished), str(cohort_root), "--cache", str(cache)]
+    assert main([*command, "--participant-label", person]) == 0
     assert f"{person}: " in capsys.readouterr().out
 
 
