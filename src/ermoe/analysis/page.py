@@ -107,6 +107,11 @@ def heading(text: str) -> Markup:
     return Markup(f"<h3>{escape(text)}</h3>")
 
 
+def bullets(lines: Iterable[str]) -> Markup:
+    """Sentences, one below the other."""
+    return Markup("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>")
+
+
 def table(
     header: Sequence[str],
     rows: Iterable[Sequence[str]],

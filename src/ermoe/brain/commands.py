@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -100,7 +100,7 @@ class Train:
         chosen = self.chosen()
         folder = self.out or Path("runs") / f"brain-{chosen.method}-{chosen.training.seed}"
         with self.machine.started(console) as compute:
-            model = train(
+            train(
                 self.data,
                 folder,
                 preset=chosen,
@@ -115,8 +115,6 @@ class Train:
                 compute=compute,
                 resume=self.machine.resume,
             )
-            raw = model.facts["raw"]
-            compute.say(f"held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}")
             compute.say(f"written: {folder}\nnext: ermoe brain report {folder}")
 
     def chosen(self) -> BrainRecipe:
@@ -144,33 +142,83 @@ class Predict:
     """NIfTI files, folders, BIDS roots or tables."""
     out: Path | None = None
     """Folder for the derivative; without it predictions are only printed."""
+    report: bool = True
+    """With out: also write report.html, and a page of every scan."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
+    cache: Path | None = None
+    """Masks and prepared scans; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
 
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.model import BrainAgeModel, predict
+        from ermoe.brain.predicting import Predictor
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
         with self.machine.started(console) as compute:
-            model = BrainAgeModel.load(self.model, compute.device)
-            if model.recalibration is not None:
-                say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
+            predictor = Predictor.at(self.model, self.cache, compute)
+            if predictor.model.recalibration is not None:
+                words = predictor.model.recalibration.in_words()
+                say(console, f"{self.model} was {words} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)
             rows = []
-            for row in predict(model, cohort.scans, workers=compute.workers):
+            for row in predictor.rows(cohort.scans):
                 say(console, _line(row))
                 rows.append(row)
-        failed = sum(bool(row.problem) for row in rows)
-        say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
-        if self.out is not None:
-            _write(rows, self.out, self.model)
-            say(console, f"written: {self.out}")
+            failed = sum(bool(row.problem) for row in rows)
+            say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
+            if self.out is not None:
+                command = f"ermoe brain predict {self.model} {' '.join(self.scans)}"
+                page = predictor.write(self.out, cohort.scans, rows, command, with_pages=self.report)
+                say(console, f"written: {page if self.report else self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")
+
+
+@dataclass(frozen=True, slots=True)
+class App:
+    """The same as a BIDS-App: participant judges people one by one, group gathers them in one table and report.
+
+    The exit code is 1 if a scan could not be used, and 2 for a mistake in the call.
+    """
+
+    bids_dir: Annotated[Path, _Word, tyro.conf.arg(metavar="BIDS_DIR")]
+    """Root of the data set."""
+    out_dir: Annotated[Path, _Word, tyro.conf.arg(metavar="OUT_DIR")]
+    """Folder of the derivative."""
+    level: Annotated[Literal["participant", "group"], _Word, tyro.conf.arg(metavar="participant|group")]
+    """participant: a folder and a page a person. group: one table, report.html, and logs/CITATION.md to paste."""
+    model: Path
+    """A run folder of `ermoe brain train`, or the model folder in it."""
+    cohort: CohortOptions = field(default_factory=CohortOptions)
+    machine: Machine = field(default_factory=_few_cores)
+    work_dir: Annotated[Path | None, tyro.conf.arg(aliases=["-w"])] = None
+    """Masks and prepared scans; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.brain.data.bids import is_bids_root
+        from ermoe.brain.data.cohort import open_scans
+        from ermoe.brain.predicting import Predictor
+
+        if not (self.bids_dir.is_dir() and is_bids_root(self.bids_dir)):
+            raise UserError(f"{self.bids_dir} is no BIDS root: it needs dataset_description.json and sub-… folders")
+        command = f"ermoe brain app {self.bids_dir} {self.out_dir} {self.level} --model {self.model}"
+        failed = 0
+        with self.machine.started(console) as compute:
+            predictor = Predictor.at(self.model, self.work_dir, compute)
+            scans = open_scans([str(self.bids_dir)], self.cohort).scans
+            if self.level == "group":
+                say(console, f"written: {predictor.gather(self.out_dir, scans, command, source=self.bids_dir)}")
+                return
+            for row in predictor.one_by_one(self.out_dir, scans, source=self.bids_dir):
+                say(console, _line(row))
+                failed += bool(row.problem)
+        say(console, f"written: {self.out_dir}\nnext: {command.replace(' participant ', ' group ')}")
+        if failed:
+            say(console, f"{failed} of {len(scans)} scans could not be used: see the reasons above")
+            raise SystemExit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +402,7 @@ class Demo:
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "predict": Predict,
+    "app": App,
     "recalibrate": Recalibrate,
     "report": Report,
     "doctor": Doctor,
@@ -377,14 +426,7 @@ def _line(row: Prediction) -> str:
     if row.problem:
         return f"{name}: no prediction ({row.problem})"
     interval = "" if math.isnan(row.brain_age_low) else f" [{row.brain_age_low:.1f}, {row.brain_age_high:.1f}]"
-    flags = {
-        "seen in training": row.seen_in_training,
-        "outside the training ages": row.outside_age_range,
-        f"mask from {row.mask_source}, unlike training": row.unusual_mask,
-        f"unlike the training scans: {row.unlike_training}": bool(row.unlike_training),
-        "not like a T1: hardly brighter inside the brain than at its surface": row.unlike_t1,
-    }
-    said = "; ".join(text for text, is_set in flags.items() if is_set)
+    said = "; ".join(row.flags)
     return f"{name}: {row.brain_age:.1f} years{interval}" + (f" ({said})" if said else "")
 
 
@@ -396,14 +438,6 @@ def _all_alike(rows: list[Prediction]) -> str:
     odd = sum(bool(row.unlike_training) for row in rows)
     flagged = f"; {odd} unlike the training scans, flagged" if odd else ""
     return f"; all {len(ages)} predictions lie within {max(ages) - min(ages):.1f} years{flagged}"
-
-
-def _write(rows: list[Prediction], out: Path, model: Path) -> None:
-    from ermoe.brain.reporting.derivative import describe, write_table
-
-    readme = f"Predictions of {len(rows)} scans by the model {model.name}, in desc-predictions_brainage.tsv."
-    describe(out, name="Brain age predictions", readme=readme)
-    write_table(out / "desc-predictions_brainage.tsv", [asdict(row) for row in rows])
 
 
 @contextmanager

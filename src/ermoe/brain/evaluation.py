@@ -6,6 +6,7 @@ the very same folds.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import Counter
@@ -26,7 +27,7 @@ from ermoe.brain.learning import looked_at
 from ermoe.brain.measures import MEASURES
 from ermoe.brain.metrics import Array, Figure, Retest, bootstrap, paired_difference, retest
 from ermoe.brain.model import BrainAgeModel
-from ermoe.brain.results import HeldOut, Outputs, held_out, mean_of_known
+from ermoe.brain.results import OUTPUTS, HeldOut, Outputs, held_out, mean_of_known
 from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
 from ermoe.files import Json, from_json, read_json
@@ -38,6 +39,9 @@ _MOST_LEVELS = 12
 """Levels above which a column of the table is no label of a batch but a measurement."""
 _SMALLEST_LEVEL = 8
 """Scans below which a level of a label gets no column of its own."""
+_MEAN = "predict the mean"
+_ALONE = " only"
+"""How estimates from a label alone are called, after its name."""
 _TELLTALE = 0.9
 """A label that beats predict-the-mean by more than a tenth is called confounded with age."""
 
@@ -76,7 +80,7 @@ class Evaluation:
             )
         model = BrainAgeModel.load(folder, device)
         splits = Splits.load(folder / "splits.tsv", scans)
-        outputs = Outputs.load(folder / "outputs.safetensors", scans, splits, model.head)
+        outputs = Outputs.load(folder / OUTPUTS, scans, splits, model.head)
         volumes = Archive.at(cache).volumes(model.preprocessing)
         return cls(folder, config, model, outputs, volumes, calibration_fit or config["calibration_fit"])
 
@@ -123,8 +127,8 @@ class Evaluation:
         for name, label in labels(self.outputs.scans).items():
             methods[f"ridge inside {name}"] = inside(label, by_ridge(measure))
         methods |= {"tissue ridge": _tissue_ridge(self.cache)} if self.has_tissue else {}
-        methods["predict the mean"] = mean_age
-        methods |= {f"{name} only": by_label(label) for name, label in labels(self.outputs.scans).items()}
+        methods[_MEAN] = mean_age
+        methods |= {f"{name}{_ALONE}": by_label(label) for name, label in labels(self.outputs.scans).items()}
         for name, estimate in methods.items():
             everybody = over_folds(estimate, self.outputs.scans, self.outputs.splits)
             found[name] = everybody[self.held_out.row_N]
@@ -145,14 +149,31 @@ class Evaluation:
 
     @cached_property
     def levels(self) -> dict[str, NDArray[np.bool_]]:
-        """Groups of scans to judge within: all, then every level of a label that has scans enough."""
-        found = {"all": np.ones(len(self.scans), dtype=bool)}
+        """Groups of scans to judge within: all, and every level of a label that has scans enough.
+
+        Levels of labels that tell age by themselves come first: over all scans such a label is part of every figure.
+        """
+        everybody = {"all": np.ones(len(self.scans), dtype=bool)}
+        telling: dict[str, NDArray[np.bool_]] = {}
+        others: dict[str, NDArray[np.bool_]] = {}
         for name, label in labels(self.outputs.scans).items():
             for level in sorted({value for value in map(label, self.scans) if value is not None}):
                 rows = np.array([label(scan) == level for scan in self.scans])
                 if rows.sum() >= _SMALLEST_LEVEL:
-                    found[f"{name} {level}"] = rows
-        return found
+                    (telling if name in self.confounders else others)[f"{name} {level}"] = rows
+        return telling | everybody | others
+
+    @property
+    def leading(self) -> dict[str, NDArray[np.bool_]]:
+        """The groups whose figures come first: all scans, or those within a label that tells age by itself."""
+        before = list(self.levels).index("all")
+        return dict(list(self.levels.items())[: before or 1])
+
+    @cached_property
+    def is_synthetic(self) -> bool:
+        """Whether the data set's description says that its brains were made up."""
+        path = Path(self.config["data"]["path"]) / "dataset_description.json"
+        return path.is_file() and "synthetic" in str(read_json(path, "mend it").get("Name", "")).casefold()
 
     def figures(self, predicted_N: Array, rows: NDArray[np.bool_] | None = None) -> dict[str, Figure]:
         """Figures of predictions, over some of the scans."""
@@ -166,17 +187,19 @@ class Evaluation:
         return paired_difference(np.array(self.people)[rows].tolist(), own_N, other_N)
 
     @cached_property
+    def _error(self) -> dict[str, float]:
+        """Mean absolute error of every estimate."""
+        return {name: float(np.abs(ages_N - self.held_out.age_N).mean()) for name, ages_N in self.estimates.items()}
+
+    @cached_property
+    def confounders(self) -> list[str]:
+        """Labels that by themselves tell age better than predicting the mean."""
+        return _telling(self._error)
+
+    @cached_property
     def confounds(self) -> list[str]:
-        """A sentence for every label that by itself tells age better than predicting the mean."""
-        age_N = self.held_out.age_N
-        error = {name: float(np.abs(values - age_N).mean()) for name, values in self.estimates.items()}
-        mean = error["predict the mean"]
-        return [
-            f"{name.removesuffix(' only')} alone predicts age with an error of {error[name]:.1f} years (predicting the "
-            f"mean: {mean:.1f}): figures over all scans are confounded with it; read those within one level of it"
-            for name in self.estimates
-            if name.endswith(" only") and error[name] < _TELLTALE * mean
-        ]
+        """A sentence for every one of them."""
+        return _confounds_in_words(self._error)
 
     @cached_property
     def retest(self) -> Retest | None:
@@ -271,6 +294,31 @@ def _tissue_ridge(cache: VolumeCache) -> Estimate:
         return [float(age) for age in model.predict(_features(cache, test))]
 
     return estimate
+
+
+def confounds_among(scans: Sequence[Scan], splits: Splits) -> list[str]:
+    """A sentence for every label of the scans that by itself tells age better than predicting the mean."""
+    estimates = {f"{name}{_ALONE}": by_label(label) for name, label in labels(scans).items()}
+    age_N = np.array([math.nan if scan.age is None else scan.age for scan in scans])
+    error = {
+        name: float(np.nanmean(np.abs(over_folds(estimate, scans, splits) - age_N)))
+        for name, estimate in {_MEAN: mean_age, **estimates}.items()
+    }
+    return _confounds_in_words(error)
+
+
+def _telling(error: Mapping[str, float]) -> list[str]:
+    """Labels whose error alone is below that of the mean, by the errors of all estimates."""
+    told = [name for name in error if name.endswith(_ALONE) and error[name] < _TELLTALE * error[_MEAN]]
+    return [name.removesuffix(_ALONE) for name in told]
+
+
+def _confounds_in_words(error: Mapping[str, float]) -> list[str]:
+    return [
+        f"{name} alone predicts age with an error of {error[name + _ALONE]:.1f} years (predicting the mean: "
+        f"{error[_MEAN]:.1f}): figures over all scans are confounded with it; read those within one level of it"
+        for name in _telling(error)
+    ]
 
 
 def labels(scans: Sequence[Scan]) -> dict[str, Callable[[Scan], str | None]]:

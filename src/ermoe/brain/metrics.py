@@ -18,6 +18,8 @@ from ermoe.errors import UserError
 
 Array = NDArray[np.float64]
 _DRAWS = 2000
+FEWEST = 4
+"""People below which a group has no figures: those of one to three are anecdotes, and may tell who they are."""
 
 LABELS = {
     "mae": "MAE",
@@ -178,11 +180,13 @@ def retest(people: Sequence[str], age_N: ArrayLike, predicted_N: ArrayLike) -> R
     """Of the gaps (predicted − age), so that growing older between two scans counts as no error.
 
     A person's scans count from the first one on until a year after it. ICC(1) = (MSB − MSW) / (MSB + (k₀ − 1) MSW)
-    of a one-way analysis of variance with unequal numbers of scans. None if nobody has two such scans.
+    of a one-way analysis of variance with unequal numbers of scans. None if fewer than four people have two such
+    scans.
 
-    >>> found = retest(["a", "a", "b", "b", "c"], [60, 60.5, 70, 70.5, 50], [62, 62.5, 69, 69.7, 50])
+    >>> age = [60, 60.5, 70, 70.5, 50, 50.5, 80, 80.5, 40]
+    >>> found = retest([*"aabbccdde"], age, [62, 62.5, 69, 69.7, 50, 50.3, 79, 79.4, 41])
     >>> found.num_people, round(found.icc, 3), round(found.within_sd, 3)
-    (2, 0.998, 0.1)
+    (4, 0.991, 0.125)
     """
     age, predicted = np.asarray(age_N, dtype=np.float64), np.asarray(predicted_N, dtype=np.float64)
     groups = []
@@ -191,13 +195,11 @@ def retest(people: Sequence[str], age_N: ArrayLike, predicted_N: ArrayLike) -> R
         near = rows & (age - age[rows].min() < _MOST_YEARS)
         if near.sum() >= 2:
             groups.append((predicted - age)[near])
-    if not groups:
+    if len(groups) < FEWEST:
         return None
     size = np.array([len(group) for group in groups], dtype=np.float64)
     total, count = size.sum(), len(groups)
     within = sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / (total - count)
-    if count < 2:
-        return Retest(count, int(total), float("nan"), float(np.sqrt(within)))
     grand = np.concatenate(groups).mean()
     between = sum(len(group) * float((group.mean() - grand) ** 2) for group in groups) / (count - 1)
     usual = (total - (size**2).sum() / total) / (count - 1)

@@ -40,7 +40,7 @@ from ermoe.train.run_folder import RunFolder
 
 _log = logging.getLogger("ermoe")
 Result = TypeVar("Result")
-_DESCRIPTION = "brain_age.json"
+DESCRIPTION = "brain_age.json"
 _FORMAT = 4
 _READABLE = (3, 4)  # 3: networks that learnt ages, without ridges
 _AGAIN = "train the model again, or copy it again"
@@ -150,14 +150,14 @@ class BrainAgeModel:
         description = {"format": _FORMAT, "ermoe_version": __version__, "folds": self.folds, **plain}
         description["calibration"] = _lines(self.calibration)
         description["calibration_of_fold"] = {fold: _lines(own) for fold, own in self.calibration_of_fold.items()}
-        write_json(folder / _DESCRIPTION, description)
+        write_json(folder / DESCRIPTION, description)
 
     @classmethod
     def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
         run = RunFolder(Path(place))
         folder = run.final if run.config.is_file() else run.folder
-        source = folder / _DESCRIPTION
+        source = folder / DESCRIPTION
         stored = _read(source)
         folds = stored.pop("folds", None)
         if not isinstance(folds, list) or not folds or not all(map(is_plain_name, folds)):
@@ -261,6 +261,18 @@ class Prediction:
     unlike_t1: bool = False
     """The brain is hardly brighter inside than at its surface, as in no T1 of an adult."""
     problem: str = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """What to know before the age is used, in words."""
+        known = {
+            "seen in training": self.seen_in_training,
+            "outside the training ages": self.outside_age_range,
+            f"mask from {self.mask_source}, unlike training": self.unusual_mask,
+            f"unlike the training scans: {self.unlike_training}": bool(self.unlike_training),
+            "not like a T1: hardly brighter inside the brain than at its surface": self.unlike_t1,
+        }
+        return [text for text, is_set in known.items() if is_set]
 
     @classmethod
     def of(cls, scan: Scan, **found: Any) -> Prediction:

@@ -26,6 +26,8 @@ from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.weights.stored import declared, read_checkpoint
 
+OUTPUTS = "outputs.safetensors"
+"""The file in a run folder."""
 _CALIBRATION_FITS = ("held-out", "train")
 _LEVEL = 0.9  # of the intervals
 _SURE = 1.645  # standard errors below which a network is worth nothing

@@ -22,14 +22,16 @@ from ermoe.brain.data.quality import examine
 from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, grouped, stop_at_errors
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
+from ermoe.brain.evaluation import confounds_among
 from ermoe.brain.harmonise import fit_offsets, site_of, without_offsets
 from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
 from ermoe.brain.likeness import Likeness
 from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.metrics import figures
-from ermoe.brain.model import BrainAgeModel, hashed_id
+from ermoe.brain.model import DESCRIPTION, BrainAgeModel, hashed_id
+from ermoe.brain.outlook import Outlook
 from ermoe.brain.recipes import BrainRecipe, recipe
-from ermoe.brain.results import Outputs, for_known_people, for_new_people, held_out
+from ermoe.brain.results import OUTPUTS, Outputs, for_known_people, for_new_people, held_out
 from ermoe.brain.ridge import Ridge
 from ermoe.console import Terminal
 from ermoe.errors import UserError
@@ -99,9 +101,18 @@ def train(
         "recipe": to_json(chosen),
     }
     with run.locked(compute.group):
-        scans = _trainable(open_cohort(path, options), compute, chosen.preprocessing if check else None)
+        cohort = open_cohort(path, options)
+        is_finished = _is_finished(run)
+        scans = list(cohort.with_age)
+        if not is_finished:
+            scans = _trainable(cohort, compute, chosen.preprocessing if check else None)
         _check_resume(run, resume)
         run.open({**config, "scans_and_ages": state_of(scans)}, "auto", compute.group)
+        if is_finished:
+            compute.say(f"{run.folder} is finished already, nothing is left to learn")
+            model = BrainAgeModel.load(run.folder, compute.device)
+            _farewell(model, scans, Splits.load(run.folder / "splits.tsv", scans), compute)
+            return model
         splits = _splits(run.folder / "splits.tsv", scans, split, folds, fold_seed)
         if chosen.harmonise == "site" and splits.kind == "leave-site-out":
             compute.say("--harmonise site: a site that is left out is not known, so nothing is applied to it")
@@ -109,9 +120,25 @@ def train(
         results = learnt.outputs
         model = _model(learnt, chosen, calibration_fit, Path(path).name, init)
         if compute.group.is_main:
-            results.save(run.folder / "outputs.safetensors")
+            results.save(run.folder / OUTPUTS)
             model.save(run.final)
+        _farewell(model, scans, splits, compute)
     return model
+
+
+def _is_finished(run: RunFolder) -> bool:
+    """Whether nothing is left to do: of a model, the description is written last."""
+    return (run.folder / OUTPUTS).is_file() and (run.final / DESCRIPTION).is_file()
+
+
+def _farewell(model: BrainAgeModel, scans: Sequence[Scan], splits: Splits, compute: Compute) -> None:
+    """What came out, and last what makes it look better than it is."""
+    raw, worth = model.facts["raw"], model.facts.get("network_worth")
+    compute.say(f"held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}")
+    if worth is not None:
+        compute.say(f"of what the network adds to the ridge, {worth:.0%} is believed")
+    for confound in confounds_among(scans, splits):
+        compute.say(f"warning: {confound}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +169,7 @@ def _learn_all(
     sign_NS = looked_at(volumes, scans)
     measure_NF = sign_NS[:, : len(MEASURES)] if chosen.has_ridge else None
     ridges, networks, outputs, ages, widths = {}, {}, [], [], []
+    outlook = Outlook(compute, splits.num_folds, 2 if _is_warm(chosen, init, scans) else 1)
     for fold, name in enumerate(splits.fold_names):
         own = _Fold(chosen, head, everybody, splits, fold, init)
         if measure_NF is not None:
@@ -150,7 +178,7 @@ def _learn_all(
             widths.append(ridges[name].width(own_NF))
             own = replace(own, everybody=replace(everybody, told=told))
         if chosen.has_network:
-            networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute)
+            networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute, outlook)
             outputs.append(outputs_of(networks[name], every_scan(everybody, compute))[0])
     output_FNK = torch.stack(outputs) if outputs else torch.zeros(splits.num_folds, len(scans), 0)
     results = Outputs(scans, splits, head, output_FNK)
@@ -229,23 +257,41 @@ class _Fold:
         return all(scan.tissue is not None for scan in self.everybody.scans)
 
 
-def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute) -> torch.nn.Module:
+def _is_warm(chosen: BrainRecipe, init: str, scans: Sequence[Scan]) -> bool:
+    """Whether region experts learn isolated tissues first."""
+    asked = bool(chosen.has_experts and chosen.warm_start_epochs and init == "random")
+    return asked and all(scan.tissue is not None for scan in scans)
+
+
+def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute, outlook: Outlook) -> torch.nn.Module:
     """The network of one fold, from its training people alone."""
     chosen, head, training = fold.recipe, fold.head, fold.training()
-    if is_learnt(folder):
+    name = fold.splits.fold_names[fold.number]
+    is_done = is_learnt(folder)
+    if is_done:
+        compute.say(f"fold {fold.number + 1} of {fold.splits.num_folds} ({name}): learnt already")
         network = build(chosen, head)
     else:
+        tested = {scan.participant_id for scan in fold.splits.select(fold.everybody.scans, fold.number, "test")}
+        outlook.fold(fold.number, name, len({scan.participant_id for scan in training.scans}), len(tested))
         strangers = _held_out_people(fold.everybody.scans, fold.splits, fold.number)
         network = start(chosen, head, fold.init, archive, compute, training.ages(), strangers=strangers)
-    is_warm = bool(chosen.has_experts and chosen.warm_start_epochs and fold.init == "random")
-    if is_warm and fold.has_tissue and not is_learnt(folder):
+    wants_warm = bool(chosen.has_experts and chosen.warm_start_epochs and fold.init == "random")
+    is_warm = wants_warm and fold.has_tissue
+    if is_warm and not is_done:
+        outlook.phase(1, "each region expert learns from its own tissue alone")
         regions = Lesson(network, head, replace(training, regions=True))
         network = learn_regions(chosen, regions, folder / "warm-start", compute)
-    elif is_warm and not fold.has_tissue and fold.number == 0:
+    elif wants_warm and not fold.has_tissue and fold.number == 0:
         compute.say("not every scan has tissue maps: region experts start without a warm start")
     probe = fold.part("test", regions=True) if chosen.has_experts and fold.has_tissue else None
     lesson = Lesson(network, head, training, fold.part("validation"), fold.part("test"), probe)
-    return learn(chosen.after_warm_start() if is_warm and fold.has_tissue else chosen, lesson, folder, compute)
+    if not is_done:
+        outlook.phase(outlook.num_phases, "the network learns from whole scans")
+    network = learn(chosen.after_warm_start() if is_warm else chosen, lesson, folder, compute)
+    if not is_done:
+        outlook.learnt()
+    return network
 
 
 def _held_out_people(scans: Sequence[Scan], splits: Splits, fold: int) -> list[str]:

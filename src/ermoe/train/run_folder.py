@@ -183,8 +183,8 @@ def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
 def _completed(earlier: Json, config: Json) -> Json:
     """What an earlier version wrote, with the settings that it did not know yet."""
     known = {name: value for name, value in _BEFORE_IT_WAS_A_SETTING.items() if name in config} | earlier
-    if known.keys() == {"stage", "training"}:  # a fold of a brain-age run, whose own config.json has the rest
-        known = config | known
+    if earlier.keys() == {"stage", "training"}:  # a fold of a brain-age run, whose own config.json has the rest
+        known = config | earlier
     every = known.pop("evaluate_every", None) if "training" in known else None  # where brain-age recipes had it
     every = (config.get("training") or {}).get("evaluate_every", 1) if every is None and "stage" in known else every
     asked = _TRAINING | ({} if every is None else {"evaluate_every": every})

@@ -1,12 +1,14 @@
 """From a data set to predictions and a report, on phantoms."""
 
 import dataclasses
+import io
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
 from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict, recalibrated
 from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
-from ermoe.brain.reporting.page import report
+from ermoe.brain.reporting.page import _facts, _warnings, report
 from ermoe.brain.results import held_out
 from ermoe.brain.run import train
 from ermoe.cli.main import main
@@ -35,6 +37,7 @@ from ermoe.errors import UserError
 from ermoe.train.compute import Compute, Processes
 from ermoe.train.run_folder import RunFolder, read_lines
 from support.bids import bids_errors
+from support.browser import CHROMIUM, Browser
 
 QUIET = Console(quiet=True)
 
@@ -43,6 +46,24 @@ def table(path):
     """Rows of a TSV."""
     header, *lines = path.read_text(encoding="utf-8").splitlines()
     return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
+
+
+def complaints(*pages):
+    """What a browser finds wrong with pages: errors, addresses they ask for, what is wider than the window."""
+    found = []
+    with Browser() if CHROMIUM else nullcontext() as browser:
+        for page in pages if browser else ():
+            browser.open(page)
+            for width in (390, 1200, 1600):
+                browser.resize(width, 900)
+                if browser.evaluate("document.documentElement.scrollWidth") > width:
+                    found.append(f"{page.name} is wider than {width}")
+            inner = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+            found += [f"{page.name} has tables to scroll"] * bool(browser.evaluate(inner))
+        if browser:
+            found += browser.errors
+            found += [address for address in browser.requests if not address.startswith(("file:", "data:", "about:"))]
+    return found
 
 
 def alone(root, number, folder, name):
@@ -75,13 +96,24 @@ def test_a_run_that_goes_on_ends_as_if_nothing_had_happened(finished, cohort_roo
     shutil.rmtree(again / "model")
     shutil.rmtree(again / "folds" / "fold-1")
     (again / "outputs.safetensors").unlink()
-    train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET)
+    heard = Console(file=io.StringIO(), width=200)
+    train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=heard)
+    said = heard.file.getvalue()
+    assert "fold 1 of 3 (fold-0): learnt already" in said
+    assert "fold 2 of 3 (fold-1): learns from 8 people, is tested on 4 others" in said
+    assert said.index("phase 1 of 2: each region expert") < said.index("phase 2 of 2: the network learns from whole")
     before, after = BrainAgeModel.load(finished), BrainAgeModel.load(again)
     for name, network in before.networks.items():
         for key, value in network.state_dict().items():
             assert torch.equal(value, after.networks[name].state_dict()[key]), (name, key)
     with pytest.raises(UserError, match="another configuration"):
         train(cohort_root, again, preset="tiny", folds=3, cache=cache, console=QUIET, seed=5)
+    heard.file.truncate(0)
+    model = train(cohort_root, again, preset="tiny", folds=3, cache=tmp_path / "unused", console=heard)
+    assert "is finished already" in heard.file.getvalue()
+    assert "phase" not in heard.file.getvalue()
+    assert model.facts == after.facts
+    assert not (tmp_path / "unused").exists()
 
 
 def test_the_model_keeps_no_readable_ids(finished):
@@ -194,7 +226,8 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
     (tmp_path / "sub-x_T1w.nii.gz").write_bytes(b"no image")
     good = alone(cohort_root, 1, tmp_path, "sub-good")
     command = ["brain", "predict", str(finished), str(tmp_path / "sub-x_T1w.nii.gz"), str(good)]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert main([*command, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "kept"), "--no-report"]) == 0
+    assert not list((tmp_path / "out").glob("*.html"))
     assert "1 of 2 scans predicted" in capsys.readouterr().out
     rows = table(tmp_path / "out" / "desc-predictions_brainage.tsv")
     broken, usable = sorted(rows, key=lambda row: row["brain_age"] != "n/a")
@@ -206,10 +239,51 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
         ermoe.brain.load(finished).predict(tmp_path / "sub-x_T1w.nii.gz")
 
 
-def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, capsys):
+def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, cache, capsys):
     person = open_cohort(cohort_root).scans[2].participant_id
-    assert main(["brain", "predict", str(finished), str(cohort_root), "--participant-label", person]) == 0
+    command = ["brain", "predict", str(finished), str(cohort_root), "--cache", str(cache)]
+    assert main([*command, "--participant-label", person]) == 0
     assert f"{person}: " in capsys.readouterr().out
+
+
+def test_a_bids_app_judges_people_one_by_one_and_gathers_them(finished, cohort_root, tmp_path, capsys):
+    people = [scan.participant_id for scan in open_cohort(cohort_root).scans[:4]]
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    command = ["brain", "app", str(cohort_root), str(out)]
+    options = ["--model", str(finished), "-w", str(kept), "--participant-label", *people]
+    assert main([*command, "group", *options]) == 2
+    assert "run the level participant first" in capsys.readouterr().err
+    assert main([*command, "participant", *options]) == 0
+    page = (out / f"{people[0]}.html").read_text(encoding="utf-8")
+    assert "brainsprite" in page
+    assert "favicon" not in page  # which would be asked for over the network
+    assert re.search("explain(s this age|ed? nothing)|Colours: years", page)
+    assert table(out / people[0] / f"{people[0]}_brainage.tsv")[0]["participant_id"] == people[0]
+    assert main([*command, "group", *options]) == 0
+    rows = table(out / "desc-predictions_brainage.tsv")
+    assert [row["participant_id"] for row in rows] == people
+    assert rows[0] == table(out / people[0] / f"{people[0]}_brainage.tsv")[0]
+    report_of_all = (out / "report.html").read_text(encoding="utf-8")
+    assert all(f'href="{who}.html"' in report_of_all for who in people)
+    assert "was fitted to 12 people" in (out / "logs" / "CITATION.md").read_text(encoding="utf-8")
+    assert len(list((kept / "volumes").glob("*.t1.npy"))) == 4
+    assert complaints(out / "report.html", out / f"{people[0]}.html") == []
+    assert bids_errors(out) == []
+    assert main(["brain", "app", str(tmp_path), str(out), "participant", "--model", str(finished)]) == 2
+    assert "is no BIDS root" in capsys.readouterr().err
+
+
+def test_a_bids_app_ends_with_1_if_a_scan_cannot_be_used(finished, cohort_root, tmp_path):
+    broken = tmp_path / "bids"
+    shutil.copytree(cohort_root, broken)
+    scan = open_cohort(broken).scans[0]
+    scan.t1.write_bytes(b"no image")
+    options = ["--model", str(finished), "-w", str(tmp_path / "kept"), "--participant-label", scan.participant_id]
+    with pytest.raises(SystemExit) as ended:
+        main(["brain", "app", str(broken), str(tmp_path / "out"), "participant", *options])
+    assert ended.value.code == 1
+    (row,) = table(tmp_path / "out" / scan.participant_id / f"{scan.participant_id}_brainage.tsv")
+    assert row["problem"] != "n/a"
 
 
 def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, cache, tmp_path):
@@ -218,6 +292,10 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     for heading in ("How far off", "Predicted against chronological age", "Tissues and experts", "Where it looks",
                     "Scans, worst predictions first", "Training", "Model card"):  # fmt: skip
         assert heading in text
+    assert re.search(r"<title>[^<]*, synthetic brains</title>", text)
+    assert '<a href="#how-far-off">' in text
+    assert text.index('id="read-this-first"') < text.index('aria-label="scatter"') < text.index('id="how-far-off"')
+    assert "network&#x27;s worth" in text
     description = json.loads((tmp_path / "dataset_description.json").read_text())
     assert description["DatasetType"] == "derivative"
     rows = table(tmp_path / "desc-heldout_brainage.tsv")
@@ -225,11 +303,13 @@ def test_the_report_is_a_derivative_with_tables_pictures_and_a_card(finished, ca
     assert set(rows[0]) == set(json.loads((tmp_path / "desc-heldout_brainage.json").read_text()))
     metrics = table(tmp_path / "desc-metrics_brainage.tsv")
     assert {"all", "sex F", "sex M"} <= {row["group"] for row in metrics}
+    assert all((row["mae"] == "n/a") == (int(row["num_people"]) < 4) for row in metrics)
     card = (tmp_path / "model-card.md").read_text()
     assert "Research use only" in card
-    assert "## Do not\n\n- diagnose" in card
-    assert re.search(r"<h3>Do not</h3>\s*<ul><li>diagnose", text), "without its heading it would read as advice"
-    assert len(list((tmp_path / "figures").glob("*.png"))) >= 7
+    assert "## Do not\n\n- Do not diagnose" in card
+    assert re.search(r"<h3>Do not</h3>\s*<ul><li>Do not diagnose", text)  # each line by itself: headings get lost
+    assert len(list((tmp_path / "figures").glob("*.png"))) >= 6
+    assert complaints(page) == []
     assert bids_errors(tmp_path) == []
 
 
@@ -258,6 +338,25 @@ def test_simple_estimates_stand_beside_the_network(finished, cache):
     assert {"ermoe", "tissue ridge", "predict the mean"} <= evaluation.estimates.keys()
     assert all(np.isfinite(values).all() for values in evaluation.estimates.values())
     assert evaluation.difference("predict the mean", evaluation.levels["all"]).low < 100
+
+
+def test_a_report_says_first_what_a_simple_estimate_does_better(finished, cache):
+    evaluation = Evaluation.read(finished, cache=cache)
+    age_N = evaluation.held_out.age_N
+    young_N = age_N < np.median(age_N)
+    vars(evaluation)["estimates"] = {
+        "ermoe": evaluation.held_out.raw_N,
+        "tissue ridge": age_N + 0.1,
+        "predict the mean": np.full(len(age_N), age_N.mean()),
+        "batch only": np.where(young_N, age_N[young_N].mean(), age_N[~young_N].mean()),
+    }
+    assert evaluation.confounders == ["batch"]
+    vars(evaluation)["levels"] = {"batch young": young_N, "all": np.ones(len(age_N), dtype=bool)}
+    said = "\n".join(_warnings(evaluation))
+    assert "batch alone predicts age" in said
+    assert re.search("tissue ridge beats ermoe by .* years, within batch young", said)
+    assert "no better than the mean age" in said
+    assert next(iter(_facts(evaluation))) == "raw MAE within batch young"
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "ermoe"])
@@ -421,4 +520,4 @@ def test_prediction_waits_for_no_library_it_does_not_use():
 def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["train", "predict", "recalibrate", "report", "doctor", "synthesize", "demo"]
+    assert done.stdout.split() == ["train", "predict", "app", "recalibrate", "report", "doctor", "synthesize", "demo"]

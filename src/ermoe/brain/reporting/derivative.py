@@ -23,7 +23,18 @@ _BIDS_VERSION = "1.10.0"
 _PIPELINE = "ermoe-ba"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
-_IGNORED = ("*_brainage.tsv", "*_brainage.json", "figures", "figures/**", "report.html", "model-card.md")
+_IGNORED = (
+    "*_brainage.tsv",
+    "*_brainage.json",
+    "**/*_brainage.tsv",
+    "**/*_brainage.json",
+    "figures",
+    "figures/**",
+    "logs",
+    "logs/**",
+    "*.html",
+    "model-card.md",
+)
 """BIDS has no place yet for tables of predictions over a cohort, nor for reports."""
 
 _COLUMNS: dict[str, dict[str, str]] = json.loads((files("ermoe.brain.reporting") / "columns.json").read_text("utf-8"))
@@ -110,6 +121,9 @@ def model_card(model: BrainAgeModel, *, warnings: list[str]) -> Card:
         calibration = f"predicted = {line.intercept:.3f} + {line.slope:.4f} · age, on {line.num_scans} scans"
     coverage = facts["interval_coverage"]
     intervals = "No intervals." if coverage is None else f"90 % intervals held {coverage:.0%} of held-out ages."
+
+    believed = facts.get("network_worth")
+    worth = [] if believed is None else [f"Of what the network adds to the ridge, {believed:.0%} is believed."]
     spacing, grid = model.preprocessing.spacing_mm, "×".join(map(str, model.preprocessing.shape))
     sections = {
         "What it is": [
@@ -117,18 +131,19 @@ def model_card(model: BrainAgeModel, *, warnings: list[str]) -> Card:
             f"{low:.0f} to {high:.0f} years; split: {facts['split']}, {len(model.networks)} networks.",
             f"Held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}, slope {raw['slope']:.2f}, "
             f"corr(gap, age) {raw['gap_age_r']:.2f}.",
-            f"AgeCalibration ({facts['calibration_fit']}): {calibration}.",
+            f"Calibration ({facts['calibration_fit']}): {calibration}.",
             intervals,
+            *worth,
             f"Input: T1-weighted MRI, {spacing:g} mm, {grid} voxels, as “{model.input}”; a token is a cube of "
             f"{model.patch_size * spacing:g} mm, which mostly holds several tissues.",
             f"Brain masks in training came from: {', '.join(model.mask_sources)}. Other masks shift predictions.",
         ],
         "Do not": [
-            "diagnose, or decide anything about a person;",
-            f"read predictions of people younger than {low:.0f} or older than {high:.0f}: they are flagged for a "
-            "reason;",
-            "compare gaps between scanners or sites without people of known age from each;",
-            "compare errors of cohorts with different age ranges: a narrow range makes any model look good.",
+            "Do not diagnose, or decide anything about a person.",
+            f"Do not read predictions of people younger than {low:.0f} or older than {high:.0f}: they are flagged for "
+            "a reason.",
+            "Do not compare gaps between scanners or sites without people of known age from each.",
+            "Do not compare errors of cohorts with different age ranges: a narrow range makes any model look good.",
         ],
     }
     if warnings:

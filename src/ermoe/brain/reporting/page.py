@@ -9,19 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from ermoe.analysis.page import Markup, Page, data_uri, escape, figure, grid, table
+from ermoe.analysis.page import Markup, Page, bullets, data_uri, escape, figure, grid, heading, table
 from ermoe.brain.ages import age_residualised_gap
 from ermoe.brain.data.tables import write_text
-from ermoe.brain.evaluation import Evaluation
-from ermoe.brain.metrics import LABELS, Array, Figure, decade
+from ermoe.brain.evaluation import Evaluation, labels
+from ermoe.brain.metrics import FEWEST, LABELS, Array, Figure, decade
 from ermoe.brain.reporting import pictures
 from ermoe.brain.reporting.derivative import RESEARCH_USE, describe, model_card, write_table
+from ermoe.brain.reporting.people import methods_section
 from ermoe.brain.reporting.pictures import Album
 from ermoe.brain.reporting.routing_sections import routing_sections
 from ermoe.train.compute import Compute
 
 _FLAT = 0.5
 """Slope of predicted against chronological age below which a report begins with it."""
+_MOST_COLUMNS = 4
+"""Groups in a table, so that none is wider than a page."""
 _MOST_SCANS = 60
 """Mosaics on a page; of a larger cohort only the worst."""
 
@@ -39,7 +42,8 @@ def report(
     compute = Compute() if compute is None else compute
     evaluation = Evaluation.read(run, cache=cache, calibration_fit=calibration_fit, device=compute.device)
     folder = Path(out) if out is not None else Path(run) / "derivatives" / "ermoe-ba"
-    name = f"Brain age of {evaluation.model.facts['data']}, {evaluation.method}"
+    made_up = ", synthetic brains" if evaluation.is_synthetic else ""
+    name = f"Brain age of {evaluation.model.facts['data']}, {evaluation.method}{made_up}"
     readme = "Predictions of held-out people: desc-heldout_brainage.tsv; their errors: desc-metrics_brainage.tsv."
     describe(folder, name=name, source=evaluation.config["data"]["path"], readme=readme)
     _write_predictions(evaluation, folder / "desc-heldout_brainage.tsv")
@@ -50,22 +54,28 @@ def report(
     album = Album(folder / "figures")
     page = Page(name, lead=RESEARCH_USE, facts=_facts(evaluation))
     if known:
-        page.section("Read this first", "What to know before the figures below.", [_list(known)])
+        page.section("Read this first", "What to know before the figures below.", [bullets(known)])
+    _scatter(page, evaluation, album)
     _accuracy(page, evaluation)
-    _calibration(page, evaluation, album)
+    _calibration(page, evaluation)
     _groups(page, evaluation)
     _training(page, evaluation, album)
     routing_sections(page, evaluation, album, occlusion_scans=occlusion_scans, compute=compute)
     _mosaics(page, evaluation)
-    headed = ((Markup(f"<h3>{escape(heading)}</h3>"), _list(said)) for heading, said in card.sections.items())
+    headed = ((heading(title), bullets(said)) for title, said in card.sections.items())
     statements = [part for pair in headed for part in pair]
     page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
+    methods_section(page, evaluation.model, f"ermoe brain train {evaluation.config['data']['path']}")
+    page.contents()
     return page.write(folder / "report.html")
 
 
 def _warnings(evaluation: Evaluation) -> list[str]:
     """Sentences a reader must not miss."""
-    found = list(evaluation.confounds)
+    found = ["these brains are synthetic: never quote the figures"] if evaluation.is_synthetic else []
+    found += [*evaluation.confounds, *_beaten(evaluation)]
+    if evaluation.model.facts.get("network_worth") == 0:
+        found.append("people held out found nothing in what the network adds: the ridge alone answers")
     if refusals := evaluation.held_out.refusals:
         found.append(refusals[0] + (f" (and {len(refusals) - 1} more folds)" if len(refusals) > 1 else ""))
     slope = evaluation.figures(evaluation.held_out.raw_N)["slope"].value
@@ -82,87 +92,140 @@ def _warnings(evaluation: Evaluation) -> list[str]:
     return found
 
 
+def _beaten(evaluation: Evaluation) -> list[str]:
+    """By which simple estimates the method is beaten, and whether it is any better than the mean, where it counts."""
+    method, found = evaluation.method, []
+    for group, rows in evaluation.leading.items():
+        where = "" if group == "all" else f", within {group}"
+        for other in evaluation.estimates:
+            ahead = evaluation.difference(other, rows) if "ridge" in other and other != method else None
+            if ahead is not None and ahead.value > 0 and ahead.text() != "0.00 [0.00, 0.00]":
+                chance = "" if ahead.low > 0 else ", which may be chance"
+                found.append(f"{other} beats {method} by {ahead.text()} years{where}{chance}")
+        mean = evaluation.difference("predict the mean", rows)
+        if mean.high >= 0:
+            found.append(f"{method} is no better than the mean age: difference {mean.text()} years{where}")
+    return found
+
+
+def _worth(evaluation: Evaluation) -> str:
+    """What the network was worth, in a sentence; nothing where there is no network beside a ridge."""
+    worth = evaluation.model.facts.get("network_worth")
+    if worth is None:
+        return ""
+    of_fold = [f"{own.worth:.0%}" for own in evaluation.model.blend_of_fold.values()]
+    folds = f" (fold by fold {', '.join(of_fold)})" if len(set(of_fold)) > 1 else ""
+    return f" Of what the network adds to the ridge, {worth:.0%} is believed, as people held out say{folds}."
+
+
 def _facts(evaluation: Evaluation) -> dict[str, str]:
-    age_N = evaluation.held_out.age_N
-    mae = evaluation.figures(evaluation.held_out.raw_N)["mae"]
+    age_N, raw_N = evaluation.held_out.age_N, evaluation.held_out.raw_N
+    worth = evaluation.model.facts.get("network_worth")
+    errors = {
+        "raw MAE"
+        if group == "all"
+        else f"raw MAE within {group}": f"{evaluation.figures(raw_N, rows)['mae'].text()} years"
+        for group, rows in evaluation.leading.items()
+    }
     return {
+        **errors,
         "people": str(len(set(evaluation.people))),
         "scans": str(len(evaluation.scans)),
         "age": f"{age_N.mean():.1f} ± {age_N.std():.1f} ({age_N.min():.0f}–{age_N.max():.0f})",
         "split": f"{evaluation.outputs.splits.kind}, {evaluation.outputs.splits.num_folds}",
-        "raw MAE": f"{mae.text()} years",
+        **({} if worth is None else {"network's worth": f"{worth:.0%}"}),
     }
 
 
-def _accuracy(page: Page, evaluation: Evaluation) -> None:
-    levels = evaluation.levels
-    header = ["estimate", "r", *(f"MAE, {name} ({int(rows.sum())})" for name, rows in levels.items())]
-    rows = []
-    for name, predicted_N in evaluation.estimates.items():
-        found = [evaluation.figures(predicted_N, wanted) for wanted in levels.values()]
-        rows.append([name, found[0]["r"].text(), *(own["mae"].text() for own in found)])
-    differences = [
-        [f"{evaluation.method} − {other}", *(evaluation.difference(other, wanted).text() for wanted in levels.values())]
-        for other in evaluation.estimates
-        if other != evaluation.method
+def _scatter(page: Page, evaluation: Evaluation, album: Album) -> None:
+    tested = evaluation.held_out
+    title, group_N = _grouping(evaluation)
+    drawn = pictures.scatter(tested.age_N, tested.raw_N, group_N)
+    gaps = pictures.gap_against_age(tested.age_N, evaluation.corrected())
+    tends = "Predictions tend to the mean, so the raw gap falls with age; calibration turns it, and adds noise."
+    panels = [
+        album.panel(drawn, "scatter", "Raw predictions.", f"One point a scan, by {title}."),
+        album.panel(gaps, "gap-against-age", "Gap against age.", tends),
     ]
+    coverage = "" if np.isnan(tested.coverage) else f" The 90 % intervals held {tested.coverage:.0%} of the ages."
+    lead = f"Of people whom the judging networks had not learnt from.{coverage}{_worth(evaluation)}"
+    page.section("Predicted against chronological age", lead, [grid(panels, pairs=True)])
+
+
+def _grouping(evaluation: Evaluation) -> tuple[str, list[str]]:
+    """What points are coloured by, and the group of each scan: the site, else a label that tells age, else the sex."""
+    known = labels(evaluation.outputs.scans)
+    for name in ("site", *evaluation.confounders):
+        if name in known:
+            return name, [known[name](scan) or "n/a" for scan in evaluation.scans]
+    return "sex", [scan.sex or "n/a" for scan in evaluation.scans]
+
+
+def _accuracy(page: Page, evaluation: Evaluation) -> None:
+    absolute, paired = [], []
+    groups = list(evaluation.levels.items())
+    for levels in (groups[start : start + _MOST_COLUMNS] for start in range(0, len(groups), _MOST_COLUMNS)):
+        first = levels[0][0]
+        header = ["estimate", f"r, {first}", *(f"MAE, {name} ({int(rows.sum())})" for name, rows in levels)]
+        rows = []
+        for name, predicted_N in evaluation.estimates.items():
+            found = [evaluation.figures(predicted_N, wanted) for _, wanted in levels]
+            rows.append([name, found[0]["r"].text(), *(own["mae"].text() for own in found)])
+        absolute.append(table(header, rows, strong=evaluation.method))
+        differences = [
+            [f"{evaluation.method} − {other}", *(evaluation.difference(other, wanted).text() for _, wanted in levels)]
+            for other in evaluation.estimates
+            if other != evaluation.method
+        ]
+        paired.append(table(["difference", *(name for name, _ in levels)], differences))
     page.section(
         "How far off",
         "Raw predictions of people whom the judging networks had not learnt from; years, with 95 % intervals over "
         "resampled people. All rows use the same folds. Within one site or batch, a label tells only its mean age.",
-        [table(header, rows, strong=evaluation.method)],
+        absolute,
     )
     page.section(
         "Against the simple estimates",
-        "Difference of the mean absolute errors over the same people; below zero the network is better.",
-        [table(["difference", *levels], differences)],
+        f"Difference of the mean absolute errors over the same people; below zero {evaluation.method} is better.",
+        paired,
     )
 
 
-def _calibration(page: Page, evaluation: Evaluation, album: Album) -> None:
-    tested, corrected = evaluation.held_out, evaluation.corrected()
-    found = {name: evaluation.figures(predicted_N) for name, predicted_N in corrected.items()}
-    rows = [[name, *(own[label].text() for label in LABELS)] for name, own in found.items()]
-    sexes = [scan.sex for scan in evaluation.scans]
-    panels = []
-    for sex in dict.fromkeys(sorted(sexes, key=str)):
-        own = np.array([other == sex for other in sexes])
-        drawing = pictures.scatter(tested.age_N[own], tested.raw_N[own], sex)
-        panels.append(album.panel(drawing, f"scatter-{sex or 'unknown'}", "Raw predictions.", "One point a scan."))
-    panels.append(
-        album.panel(
-            pictures.gap_against_age(tested.age_N, corrected),
-            "gap-against-age",
-            "Gap against age.",
-            "Predictions tend to the mean, so the raw gap falls with age; calibration turns it, and adds noise.",
-        )
-    )
-    coverage = "" if np.isnan(tested.coverage) else f" The 90 % intervals held {tested.coverage:.0%} of the ages."
+def _calibration(page: Page, evaluation: Evaluation) -> None:
+    found = {name: evaluation.figures(predicted_N) for name, predicted_N in evaluation.corrected().items()}
+    rows = [[title, *(own[name].text() for own in found.values())] for name, title in LABELS.items()]
     page.section(
-        "Predicted against chronological age",
-        "The headline is the raw row. Calibrated predictions are (raw − a) / b; a and b come from people of other "
-        f"folds or of validation, so no age corrects itself.{coverage}",
-        [table(["prediction", *LABELS.values()], rows, strong="raw"), grid(panels)],
+        "Raw and calibrated",
+        "The headline is raw. Calibrated predictions are (raw − a) / b; a and b come from people of other folds or of "
+        "validation, so no age corrects itself.",
+        [table(["figure", *found], rows)],
     )
 
 
 def _groups(page: Page, evaluation: Evaluation) -> None:
     shown = ("mae", "r", "gap_age_r", "slope", "bias")
     rows = [
-        [group, str(num_people), str(num_scans), *(found[name].text() for name in shown)]
+        [group, str(num_people), str(num_scans), *(found[name].text() if found else "–" for name in shown)]
         for group, (num_scans, num_people, found) in _by_group(evaluation, evaluation.held_out.raw_N).items()
     ]
     if again := evaluation.retest:
         note = f"ICC {again.icc:.3f}, standard deviation within a person {again.within_sd:.2f} years"
         retest = f"Test–retest over {again.num_people} people with {again.num_scans} scans under a year apart: {note}."
     else:
-        retest = "Nobody was scanned twice within a year, so there is no test–retest figure."
+        retest = "Fewer than four people were scanned twice within a year, so there is no test–retest figure."
     header = ["group", "people", "scans", *(LABELS[name] for name in shown)]
-    page.section("By sex, site and decade", f"Raw predictions. {retest}", [table(header, rows)])
+    page.section(
+        "By sex, site and decade",
+        f"Raw predictions. Groups of one to three people have no figures. {retest}",
+        [table(header, rows)],
+    )
 
 
 def _by_group(evaluation: Evaluation, predicted_N: Array) -> dict[str, tuple[int, int, dict[str, Figure]]]:
-    """Scans, people and figures of every sex, site and decade; who has none is in "n/a"."""
+    """Scans, people and figures of every sex, site and decade; who has none is in "n/a".
+
+    Groups of fewer people than `FEWEST` have no figures.
+    """
     groupings: dict[str, Sequence[str | None]] = {
         "sex": [scan.sex for scan in evaluation.scans],
         "site": [scan.site for scan in evaluation.scans],
@@ -174,7 +237,8 @@ def _by_group(evaluation: Evaluation, predicted_N: Array) -> dict[str, tuple[int
         for level in np.unique(named_N) if any(group_N) else ():
             rows = named_N == level
             people = len(set(np.array(evaluation.people)[rows]))
-            found[f"{title} {level}"] = (int(rows.sum()), people, evaluation.figures(predicted_N, rows))
+            own = evaluation.figures(predicted_N, rows) if people >= FEWEST else {}
+            found[f"{title} {level}"] = (int(rows.sum()), people, own)
     return found
 
 
@@ -267,7 +331,3 @@ def _write_metrics(evaluation: Evaluation, path: Path) -> None:
                 row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
             rows.append(row)
     write_table(path, rows)
-
-
-def _list(lines: list[str]) -> Markup:
-    return Markup("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>")

@@ -19,12 +19,10 @@ from ermoe.analysis.page import Markup, figure, svg
 from ermoe.analysis.plots import ACCENT, INK, MUTED, Curve, Scale, expert_colours, panel, style
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import TISSUES
-from ermoe.brain.metrics import Array, figures
+from ermoe.brain.metrics import FEWEST, Array, figures
 from ermoe.brain.regions import NUM_REGIONS, expert_name
 from ermoe.files import replacing
 
-_SEX_COLOURS = {"M": "#4e79a7", "F": "#f28e2b", "other": "#59a14f", None: "#9c755f"}
-_SEX_NAMES = {"M": "male", "F": "female", "other": "other", None: "not given"}
 _PART_COLOURS = {"train": "#c3cad5", "validation": "#edc948", "test": ACCENT}
 
 
@@ -41,22 +39,33 @@ class Album:
         return figure(svg(drawing, name), title, caption)
 
 
-def scatter(age_N: Array, predicted_N: Array, sex: str | None) -> Figure:
-    """Predicted against chronological age of one sex, with the identity and the fitted line."""
-    with panel(3.7) as (drawing, axes):
+def scatter(age_N: Array, predicted_N: Array, group_N: Sequence[str]) -> Figure:
+    """Predicted against chronological age, points by group, with the identity and the line through all of them."""
+    names = sorted(set(group_N))
+    with panel(3.9) as (drawing, axes):
         shown = np.concatenate([age_N, predicted_N])
         margin = 0.04 * float(np.ptp(shown)) + 1
         low, high = float(shown.min()) - margin, float(shown.max()) + margin
         axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="identity")
-        axes.scatter(age_N, predicted_N, s=16, color=_SEX_COLOURS[sex], alpha=0.8, linewidths=0)
-        if len(age_N) >= 3 and np.ptp(age_N) > 0:
+        for name, colour in zip(names, expert_colours(len(names)), strict=True):
+            rows = np.array([own == name for own in group_N])
+            axes.scatter(
+                age_N[rows],
+                predicted_N[rows],
+                s=18,
+                color=colour,
+                alpha=0.8,
+                linewidths=0,
+                label=f"{name} ({rows.sum()})",
+            )
+        if len(age_N) >= FEWEST and np.ptp(age_N) > 0:
             slope, intercept = np.polyfit(age_N, predicted_N, 1)
             ends = np.array([age_N.min(), age_N.max()])
             label = f"{intercept:.1f} {slope:+.2f} · age"
-            axes.plot(ends, intercept + slope * ends, color=_SEX_COLOURS[sex], linewidth=1.8, label=label)
+            axes.plot(ends, intercept + slope * ends, color=INK, linewidth=1.6, label=label)
         axes.set(xlim=(low, high), ylim=(low, high), xlabel="chronological age", ylabel="predicted age")
-        axes.set_title(f"{_SEX_NAMES[sex]}, {len(age_N)} scans")
-        axes.legend(loc="upper left", handlelength=1.6, borderaxespad=0)
+        axes.set_aspect("equal")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=1.4)
     return drawing
 
 
@@ -69,7 +78,7 @@ def gap_against_age(age_N: Array, predictions: Mapping[str, Array]) -> Figure:
             gap_N = predicted_N - age_N
             axes.axhline(0, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
             axes.scatter(age_N, gap_N, s=12, color=ACCENT, alpha=0.75, linewidths=0)
-            if np.ptp(age_N) > 0:
+            if len(age_N) >= FEWEST and np.ptp(age_N) > 0:
                 ends = np.array([age_N.min(), age_N.max()])
                 axes.plot(ends, np.polyval(np.polyfit(age_N, gap_N, 1), ends), color=INK, linewidth=1.4)
                 name = f"{name}: r = {figures(age_N, predicted_N)['gap_age_r']:.2f}"
@@ -140,10 +149,17 @@ def _draw_matrix(axes: Axes, value_RE: Array, highest: float) -> None:
     axes.spines[:].set_visible(False)
 
 
-def occlusion(change_xyz: Array, background_XYZ: Array, patch_size: int) -> Figure:
-    """Three slices through the mean brain, tinted by what hiding each cube does to the predicted age."""
+def in_cubes(value_xyz: Array, shape: Sequence[int], patch_size: int) -> Array:
+    """What is known of cubes at each of their voxels, (X, Y, Z), without any blending."""
+    x, y, z = shape
+    full_XYZ: Array = np.kron(value_xyz, np.ones((patch_size,) * 3)).astype(np.float64)
+    return full_XYZ[:x, :y, :z]
+
+
+def occlusion(change_xyz: Array, background_XYZ: Array, inside_XYZ: NDArray[np.bool_], patch_size: int) -> Figure:
+    """Three slices through the mean brain, tinted inside it by what hiding each cube does to the predicted age."""
     shape = background_XYZ.shape
-    full = np.kron(change_xyz, np.ones((patch_size,) * 3))[: shape[0], : shape[1], : shape[2]]
+    full = np.where(inside_XYZ, in_cubes(change_xyz, shape, patch_size), np.nan)
     highest = max(float(np.nanmax(np.abs(change_xyz))), 1e-6)
     middle = [size // 2 for size in shape]
     cuts = {"axial": (2, middle[2]), "coronal": (1, middle[1]), "sagittal": (0, middle[0])}

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ermoe.analysis.page import Markup, Page, grid, table
 from ermoe.brain.ages import AgeHead
-from ermoe.brain.batches import ScanSet, VolumeBatch, every_scan
+from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.scans import TISSUES
 from ermoe.brain.estimation import as_model, in_voxels
 from ermoe.brain.evaluation import Evaluation
@@ -24,6 +24,10 @@ from ermoe.train.compute import Compute
 
 _MOST_CORRELATED = 20
 """Scans whose cubes are correlated with scores."""
+_MOST_EPOCHS = 4
+"""Epochs in a table, so that it is no wider than a page."""
+EXPLAINS = 0.5
+"""Years by which hiding a cube must change an age for the map to explain anything."""
 _AT_ONCE = 16
 """Cubes that are hidden in one batch, each in a copy of the scan."""
 
@@ -74,13 +78,14 @@ def _regions(page: Page, evaluation: Evaluation, album: Album, compute: Compute)
 
 
 def _region_probes(evaluation: Evaluation) -> dict[str, Array]:
-    """Mean scores (3, E) by epoch, as the first fold wrote them down while it learnt."""
+    """Mean scores (3, E) of a few epochs, as the first fold wrote them down while it learnt."""
     found: dict[str, Array] = {}
     for number, line in enumerate(evaluation.judgements(evaluation.outputs.splits.fold_names[0]), 1):
         rows = [[value for name, value in line.items() if name.startswith(f"probe/{tissue}/")] for tissue in TISSUES]
         if all(rows):
             found[f"epoch {number}"] = np.array(rows)
-    return found
+    shown = np.unique(np.linspace(0, len(found) - 1, _MOST_EPOCHS).round().astype(int)) if found else ()
+    return {name: found[name] for name in (list(found)[place] for place in shown)}
 
 
 def _ranked(score_E: Array) -> list[str]:
@@ -101,9 +106,12 @@ def _occlusion(page: Page, evaluation: Evaluation, album: Album, most: int, comp
     patch_size, scans = evaluation.model.patch_size, volumes.scans
     change_xyz = _occlusion_map(network, evaluation.model.head, volumes, compute, patch_size)
     mean_XYZ = np.mean([np.asarray(evaluation.cache.volume(scan).t1_XYZ, dtype=np.float64) for scan in scans], axis=0)
-    drawing = pictures.occlusion(change_xyz, mean_XYZ, patch_size)
+    inside_XYZ = np.mean([np.asarray(evaluation.cache.volume(scan).mask_XYZ) for scan in scans], axis=0) > 0.5
+    drawing = pictures.occlusion(change_xyz, mean_XYZ, inside_XYZ, patch_size)
     strongest = float(np.nanmax(np.abs(change_xyz)))
-    caption = f"Mean of {len(scans)} held-out scans. Hiding one cube changes the age by at most {strongest:.1f} years."
+    nothing = " It explains little." if strongest < EXPLAINS else ""
+    said = f"Hiding one cube changes the age by at most {strongest:.1f} years.{nothing}"
+    caption = f"Mean of {len(scans)} held-out scans. {said}"
     page.section(
         "Where it looks",
         "Each cube is hidden in turn. Red: without it the brain looks older, so the cube made it look younger.",
@@ -122,18 +130,29 @@ def _occlusion_map(model: nn.Module, head: AgeHead, volumes: ScanSet, compute: C
     model.eval()
     edge = patch_size // reduction(volumes.kind)
     loader = every_scan(volumes, compute, batch_size=1)
-    return mean_of_known(np.stack([_changes(model, head, batch, edge) for (batch,) in loader.epoch()]))
+    return mean_of_known(
+        np.stack(
+            [
+                changes_without_cubes(model, head, batch.input_BCXYZ, batch.mask_BXYZ, edge)
+                for (batch,) in loader.epoch()
+            ]
+        )
+    )
 
 
-def _changes(model: nn.Module, head: AgeHead, batch: VolumeBatch, patch_size: int) -> Array:
-    """The same of one scan."""
-    volume, mask = batch.input_BCXYZ, batch.mask_BXYZ
-    whole = head.age(model(as_model(model, volume), mask).float())
-    cubes_along = [math.ceil(size / patch_size) for size in mask.shape[1:]]
+@torch.no_grad()
+def changes_without_cubes(
+    model: nn.Module, head: AgeHead, volume_BCXYZ: Tensor, mask_BXYZ: Tensor, patch_size: int
+) -> Array:
+    """The same of one scan, of which B = 1; ``patch_size`` in voxels of the network's input."""
+    whole = head.age(model(as_model(model, volume_BCXYZ), mask_BXYZ).float())
+    cubes_along = [math.ceil(size / patch_size) for size in mask_BXYZ.shape[1:]]
     change = torch.full((math.prod(cubes_along),), math.nan)
-    cube_BXYZ = in_voxels(torch.arange(len(change), device=mask.device).view(1, *cubes_along), patch_size, mask)
-    for some in cube_BXYZ[mask].unique().split(_AT_ONCE):
+    cube_BXYZ = in_voxels(
+        torch.arange(len(change), device=mask_BXYZ.device).view(1, *cubes_along), patch_size, mask_BXYZ
+    )
+    for some in cube_BXYZ[mask_BXYZ].unique().split(_AT_ONCE):
         shown = cube_BXYZ != some.view(-1, 1, 1, 1)
-        ages = head.age(model(as_model(model, volume * shown.unsqueeze(1)), mask & shown).float())
+        ages = head.age(model(as_model(model, volume_BCXYZ * shown.unsqueeze(1)), mask_BXYZ & shown).float())
         change[some.cpu()] = (ages - whole).cpu()
     return change.view(*cubes_along).double().numpy()
