@@ -151,6 +151,7 @@ INPUTS |= {
     "weights_that_are_nan": _with_weights(lambda state: state["head.bias"].fill_(torch.nan)),
     "weights_that_are_infinite": _with_weights(lambda state: state["head.bias"].fill_(-torch.inf)),
     "whole_numbers_for_weights": _with_weights(lambda state: state.update({"head.bias": torch.arange(10)})),
+    "weights_of_a_long_name": _with_weights(lambda state: state.update({"a" * 10**6: torch.zeros(1)})),
     "offsets_that_are_infinite": _with_weights(
         lambda state: state["blocks.1.mlp.router.balance.offset_E"].fill_(torch.inf)
     ),
