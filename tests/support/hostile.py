@@ -286,6 +286,12 @@ def a_place_to_write_whose_name_is_too_long(saved, given):
     return ["image", "train", "digits-dense", "digits", "--out", str(given / ("a" * 5000))]
 
 
+@hostile
+def a_run_whose_figures_are_a_pipe(saved, given):
+    os.mkfifo(given / "metrics.jsonl")
+    return ["image", "train", "digits-dense", "digits", "--out", str(given), "--epochs", "2"]
+
+
 def _with_data(write):
     def make(saved, given):
         write(given)
