@@ -49,6 +49,12 @@ def test_a_head_may_have_been_replaced(num_classes, tmp_path):
     assert timm.create_model(f"local-dir:{tmp_path}", pretrained=True).head.out_features == 3
 
 
+def test_so_may_that_of_torchvision(tmp_path):
+    model, _ = build("torchvision")
+    model.heads.head = nn.Linear(64, 3)
+    round_trip(model, tmp_path)
+
+
 class Mine(nn.GELU):
     pass
 
