@@ -120,6 +120,8 @@ def _refusal(problem: Exception, draft: Path) -> OSError | None:
 
 def append(path: Path, data: bytes) -> None:
     """Adds ``data`` at the end of a file: all of it, or nothing if the disk refuses."""
+    if path.exists():
+        file_size(path, "remove it, or choose another place")  # a pipe would wait for somebody to read it
     try:
         with path.open("ab", buffering=0) as file:
             size = file.tell()

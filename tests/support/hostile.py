@@ -151,6 +151,7 @@ INPUTS |= {
     "weights_that_are_nan": _with_weights(lambda state: state["head.bias"].fill_(torch.nan)),
     "weights_that_are_infinite": _with_weights(lambda state: state["head.bias"].fill_(-torch.inf)),
     "whole_numbers_for_weights": _with_weights(lambda state: state.update({"head.bias": torch.arange(10)})),
+    "weights_of_a_long_name": _with_weights(lambda state: state.update({"a" * 10**6: torch.zeros(1)})),
     "offsets_that_are_infinite": _with_weights(
         lambda state: state["blocks.1.mlp.router.balance.offset_E"].fill_(torch.inf)
     ),
@@ -283,6 +284,12 @@ def a_model_whose_name_is_too_long(saved, given):
 @hostile
 def a_place_to_write_whose_name_is_too_long(saved, given):
     return ["image", "train", "digits-dense", "digits", "--out", str(given / ("a" * 5000))]
+
+
+@hostile
+def a_run_whose_figures_are_a_pipe(saved, given):
+    os.mkfifo(given / "metrics.jsonl")
+    return ["image", "train", "digits-dense", "digits", "--out", str(given), "--epochs", "2"]
 
 
 def _with_data(write):

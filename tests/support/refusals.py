@@ -33,6 +33,11 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Noise(nn.Dropout):
+    def forward(self, x):
+        return x + self.p * torch.randn_like(x)
+
+
 class Adapted(nn.Module):
     def __init__(self, linear):
         super().__init__()
@@ -46,7 +51,7 @@ class LoRA(Adapted):
     base_layer = None  # as the layers of peft have
 
 
-Doubled.__module__ = Adapted.__module__ = "mine"  # whoever runs this file
+Doubled.__module__ = Adapted.__module__ = Noise.__module__ = "mine"  # whoever runs this file
 LoRA.__module__ = "peft.tuners.lora.layer"  # the real one: tests/training/models/test_lora.py
 
 
@@ -54,6 +59,12 @@ class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
         self.student, self.teacher = _vit(), _vit()
+
+
+def _compiled_forward():
+    model = _vit()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
 
 
 def _tied():
@@ -74,9 +85,14 @@ REFUSALS = {
     "a hook on one of its layers": (lambda: _with(lambda mlp: mlp.fc1.register_forward_pre_hook(_nothing)), {}),
     "an FFN whose `forward` was replaced": (lambda: _with(lambda mlp: setattr(mlp, "forward", _nothing)), {}),
     "a block whose `forward` was replaced": (lambda: _with(lambda block: setattr(block, "forward", _nothing), ""), {}),
+    "a model, or another part of it, whose `forward` was replaced": (_compiled_forward, {}),
     "a hook on attention": (lambda: _with(lambda attn: attn.register_forward_hook(_nothing), "attn"), {}),
     "attention whose `forward` was replaced": (lambda: _with(lambda attn: setattr(attn, "forward", print), "attn"), {}),
     "a subclass of `nn.Linear`": (lambda: _with(lambda mlp: setattr(mlp.fc1, "__class__", Doubled)), {}),
+    "dropout or a norm in the FFN that does something else": (
+        lambda: _with(lambda mlp: setattr(mlp.drop1, "__class__", Noise)),
+        {},
+    ),
     "a LoRA that is not merged, wherever it is": (lambda: _with(lambda mlp: setattr(mlp, "fc1", LoRA(mlp.fc1))), {}),
     "an adapter of your own": (lambda: _with(lambda mlp: setattr(mlp, "fc1", Adapted(mlp.fc1))), {}),
     "a parametrization": (lambda: _with(lambda mlp: parametrizations.weight_norm(mlp.fc1)), {}),

@@ -106,7 +106,7 @@ ARGUMENTS = {
     "eva02_tiny_patch14_224": ({**SMALL, "img_size": 28}, [*EVA, FEATURES]),
     "beit_base_patch16_224": (SMALL, [*BEIT, FEATURES]),
     "samvit_base_patch16_224": (SMALL, [*SAM, FEATURES]),
-    "naflexvit_base_patch16_gap": (NAFLEX_SMALL, [*NAFLEX, FEATURES]),
+    "naflexvit_base_patch16_gap": (NAFLEX_SMALL, [*NAFLEX, FEATURES, {"features_only": True, "depth": 3}]),
 }
 CASES = [(name, {**small, **args}) for name, (small, all_args) in ARGUMENTS.items() for args in all_args]
 

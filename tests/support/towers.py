@@ -22,6 +22,7 @@ HUGGING_FACE = {
     "DeiTForImageClassification": VIT,
     "DeiTForMaskedImageModeling": VIT,
     "DeiTModel": VIT,
+    "ViTModel": VIT,
     "ViTMAEForPreTraining": {**IMAGES, **DECODER},
     "ViTMAEModel": IMAGES,
     "BeitForImageClassification": {**BEIT, "use_relative_position_bias": True},

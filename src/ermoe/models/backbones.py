@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ermoe.errors import UserError
 from ermoe.files import Json
+from ermoe.models.weights.compare import difference
 from ermoe.nn import Context, MixtureLayer, attend
 from ermoe.nn.ffn import FFN
 
@@ -158,10 +159,14 @@ class Family(ABC):
     def unsavable(self, model: Any) -> str | None:
         """What `ermoe.save` would have to say against this dense model, once it is sparse; None if nothing."""
         try:
-            self.describe(model)
+            rebuilt = self.build(self.describe(model), device="meta").to(next(model.parameters()).dtype)
         except UserError as problem:
-            return f"ermoe.save will not write this {type(model).__name__}: {problem}"
-        return None
+            lost: object = problem
+        except Exception as problem:  # whatever another library makes of a description that was read wrongly
+            lost = f"it is not built again ({str(problem).partition(chr(10))[0][:120]})"
+        else:
+            lost = difference(model, rebuilt)
+        return None if lost is None else f"ermoe.save will not write this {type(model).__name__}: {lost}"
 
     def mark(self, model: Any, sparsity: Any) -> None:  # noqa: B027 (most libraries do not ask)
         """Tells the library of a backbone how it is sparse, an `ermoe.models.upcycle.Sparsity`; None: not any more."""

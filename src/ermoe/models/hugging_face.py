@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ermoe._auto_classes import DENSE_TYPES, NAME, NOTICE, PREFIX
 from ermoe.errors import UserError
@@ -71,12 +73,19 @@ class SparseModel:
             merge(model, inplace=True)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "offset_E"}
 
-    def save_pretrained(self, *inputs: Any, save_original_format: bool = False, **options: Any) -> None:
-        """As in transformers, but weights keep the names they have in the model.
+    def save_pretrained(
+        self, save_directory: Any, *inputs: Any, save_original_format: bool = False, **options: Any
+    ) -> None:
+        """As in transformers, but weights keep the names they have in the model, and whom the umask lets may read them.
 
-        Those of earlier versions, which transformers prefers, its own Trainer does not find when a run resumes.
+        Names of earlier versions, which transformers prefers, its own Trainer does not find when a run resumes; and
+        safetensors leaves files to their owner alone.
         """
-        super().save_pretrained(*inputs, save_original_format=save_original_format, **options)  # type: ignore[misc]
+        options["save_original_format"] = save_original_format
+        super().save_pretrained(save_directory, *inputs, **options)  # type: ignore[misc]
+        config = Path(save_directory, "config.json")
+        for weights in Path(save_directory).glob("model*.safetensors") if config.is_file() else ():
+            weights.chmod(config.stat().st_mode)
 
     @classmethod
     def from_pretrained(cls, *inputs: Any, output_loading_info: bool = False, **options: Any) -> Any:
@@ -165,13 +174,15 @@ def mark(model: Any, sparsity: Sparsity | None) -> None:
     _give(model, config, sparse_class(dense))
 
 
-def _give(model: Any, config: PreTrainedConfig, kind: type) -> None:
+def _give(model: Any, config: PreTrainedConfig, kind: Any) -> None:
     """Another class, and another configuration to all parts that share the model's: other models may have the old."""
     old = model.config
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
     model.__class__ = kind
+    # Which outputs it can record (output_hidden_states=True): transformers notes that where a model is built.
+    _CAN_RECORD_REGISTRY[str(kind)] = kind._can_record_outputs
 
 
 def __getattr__(name: str) -> Any:

@@ -238,16 +238,18 @@ def _config(model: Any, args: Options | None) -> Json:
         entry = {"architecture": "ermoe_upcycled", "model_args": {"description": description}}
     backbone: Any = family_of(model).backbone(model)
     shown = {name: getattr(backbone, name) for name in ("num_classes", "num_features", "global_pool")}
-    return {**entry, **shown, "pretrained_cfg": _pretrained_cfg(model, backbone), **config}
+    shown["num_classes"] = dense["args"].get("num_classes", backbone.num_classes)  # a replaced head's own
+    image = {**_pretrained_cfg(model, backbone), "num_classes": shown["num_classes"]}
+    return {**entry, **shown, "pretrained_cfg": image, **config}
 
 
 def _pretrained_cfg(model: nn.Module, backbone: Any) -> Json:
     """How images are to be prepared, without the address of weights that are no longer these."""
     kept = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "pool_size")
     family = family_of(model)
-    known = {**backbone.pretrained_cfg, "num_classes": backbone.num_classes}
+    known = dict(backbone.pretrained_cfg)
     known["input_size"] = (family.channels(model), *family.image_size(model))
-    return {name: known[name] for name in (*kept, "num_classes", "first_conv", "classifier") if name in known}
+    return {name: known[name] for name in (*kept, "first_conv", "classifier") if name in known}
 
 
 def _refuse(value: Any) -> None:
@@ -512,4 +514,4 @@ def _explain(fit: Fit, shapes: dict[str, str], types: dict[str, str]) -> str:
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return ", ".join(map(printable, names[:_LISTED])) + more

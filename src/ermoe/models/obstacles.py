@@ -6,6 +6,7 @@ without a word, and outputs with it: so each is refused, by name and with what t
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,10 @@ from ermoe.models.backbones import dense_network
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HUGGING_FACE_LISTENS = "transformers.utils.output_capturing"
+_LEAVE = "use score='prototype' or score='energy', which leave attention to itself"
+# Whose attention, norms and dropout a sparse block does itself, and knows.
+_LIBRARIES = ("torch", "timm", "torchvision", "transformers", "open_clip", "ermoe")
+_REPLACED = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)  # parts of a network that experts have of their own
 _REWRITTEN = ("weight_g", "weight_orig")  # of torch's weight_norm, spectral_norm and prune
 
 
@@ -27,6 +32,17 @@ def refuse_adapters(model: nn.Module) -> None:
             f"{adapted} has an adapter of peft, which is not a part of the weights yet: merge it first, with the "
             "merge_and_unload() of the PeftModel"
         )
+
+
+def refuse_to_copy(model: nn.Module) -> None:
+    """Refuses a model one of whose modules has a method of its own: in a copy it would still run the original."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType) and callable(getattr(type(module), name, None)):
+                raise UserError(
+                    f"{path or f'this {type(module).__name__}'} has a {name} of its own, which would run the dense "
+                    "model also in a sparse copy: delete it and set it again afterwards, or use inplace=True"
+                )
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -46,12 +62,13 @@ def obstacle(block: Any) -> str | None:
 
 def bypassed(attention: nn.Module) -> str | None:
     """What would no longer be called, because a block whose router needs a context computes attention itself."""
-    remedy = "or use score='prototype' or score='energy', which leave attention to itself"
     kind = type(attention).__name__
+    if _is_foreign(attention):
+        return f"its {kind} computes attention in a way of its own, which would no longer be asked; {_LEAVE}"
     if _has_hook(attention):
-        return f"its {kind} has a hook, which would no longer be called; remove it, {remedy}"
+        return f"its {kind} has a hook, which would no longer be called; remove it, or {_LEAVE}"
     if "forward" in vars(attention):
-        return f"its {kind} has a forward of its own, which would no longer be called; delete that first, {remedy}"
+        return f"its {kind} has a forward of its own, which would no longer be called; delete that first, or {_LEAVE}"
     return None
 
 
@@ -80,6 +97,9 @@ def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
         return "has a forward of its own, which would be lost; delete that first"
     if is_part and _is_adapted(module):
         return not_linear(module)
+    if isinstance(module, _REPLACED) and _is_foreign(module):
+        kind = next(base.__name__ for base in type(module).__mro__ if base in _REPLACED)
+        return f"is a {type(module).__module__}.{type(module).__qualname__}, which experts do not have; use {kind}"
     strange = next((p for p in module.parameters(recurse=False) if not _is_plain(p)), None)
     if strange is not None:
         return (
@@ -95,6 +115,11 @@ def _has_hook(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", None) != _HUGGING_FACE_LISTENS for hook in hooks)
 
 
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether its class, or one of its bases, has a forward that none of the known libraries wrote."""
+    return type(module).forward.__module__.partition(".")[0] not in _LIBRARIES
+
+
 def not_linear(module: nn.Module) -> str:
     """What is wrong with a module that is in the place of a linear layer."""
     kind = type(module)
@@ -106,7 +131,9 @@ def not_linear(module: nn.Module) -> str:
 
 def _is_adapted(module: nn.Module) -> bool:
     """Whether it stands for a linear layer and does something else, or is a network of its own."""
-    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    kind = type(module)
+    is_linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    is_linear = is_linear and kind.__call__ is nn.Linear.__call__
     has_parts = any(True for child in module.children() for _ in child.parameters())
     return has_parts or (hasattr(module, "in_features") and not is_linear)
 

@@ -22,7 +22,7 @@ from ermoe.models.clusters import GroupFit, fill_from_groups
 from ermoe.models.eigen_init import fill_beside_dense, fill_from_dense, output_error, refuse_equal_experts
 from ermoe.models.fitting import fitted
 from ermoe.models.inside import bare
-from ermoe.models.obstacles import bypassed, obstacle, refuse_adapters
+from ermoe.models.obstacles import bypassed, obstacle, refuse_adapters, refuse_to_copy
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.nn import MixtureLayer, no_weight_decay
 from ermoe.nn.ffn import FFN
@@ -205,6 +205,8 @@ def upcycle(
         raise UserError(
             f"init={init!r}: use 'dense' (experts start as the dense network), 'clusters', 'same' or 'random'"
         )
+    if not isinstance(model, nn.Module):
+        raise UserError(f"upcycle takes a model, not a {type(model).__name__}: build one, for example with timm")
     if not is_new:
         refuse_adapters(model)
         model = bare(model, inplace=inplace)
@@ -241,6 +243,8 @@ def upcycle(
     _check(family, model, sparsity, init, is_calibrated=calibration is not None, is_new=is_new)
     if not is_new:
         _warn_of_saving(family, model)
+    if not (is_new or inplace):
+        refuse_to_copy(model)
     model = model if inplace else copy.deepcopy(model)
     chosen = {index: family.blocks(model)[index] for index in sparsity.blocks}
     taught = {name: (block, family.ffn(block)) for name, block in chosen.values()}

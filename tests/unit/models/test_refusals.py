@@ -130,3 +130,27 @@ def test_what_follows_from_the_dense_network_is_no_option(dense, name):
     with pytest.raises(ValueError, match="has no option temperature") as problem:
         ermoe.upcycle(dense, temperature=2)
     assert name not in str(problem.value).partition("it has ")[2].split(", ")
+
+
+def test_attention_of_ones_own_is_refused_only_if_its_weights_are_needed():
+    class Capped(nn.MultiheadAttention):
+        def forward(self, *args, **kwargs):
+            attended, weights = super().forward(*args, **kwargs)
+            return attended.clamp(-1, 1), weights
+
+    model, _ = build("torchvision")
+    model.encoder.layers[1].self_attention.__class__ = Capped
+    with pytest.raises(ValueError, match=r"its Capped computes attention in a way of its own.*; use score='prototype'"):
+        ermoe.upcycle(model)
+    assert ermoe.upcycle(model, score="prototype").sparsity.blocks == (1, 3)
+
+
+@pytest.mark.parametrize("given", [None, "vit_tiny_patch16_224", {}])
+def test_what_is_no_model_is_refused(given):
+    with pytest.raises(ValueError, match=r"upcycle takes a model, not a \w+: build one"):
+        ermoe.upcycle(given)
+
+
+def test_half_precision_can_be_saved_and_is_not_warned_of(dense, caplog):
+    ermoe.upcycle(dense.bfloat16())
+    assert not caplog.records

@@ -41,6 +41,20 @@ def test_ten_arguments_at_once(pool, tmp_path):
     round_trip(timm.create_model("vit_tiny_patch16_224", **{**SMALL, **args}), tmp_path)
 
 
+@pytest.mark.parametrize("num_classes", [0, 10])
+def test_a_head_may_have_been_replaced(num_classes, tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", **{**SMALL, "num_classes": num_classes})
+    model.head = nn.Linear(32, 3)
+    round_trip(model, tmp_path)
+    assert timm.create_model(f"local-dir:{tmp_path}", pretrained=True).head.out_features == 3
+
+
+def test_so_may_that_of_torchvision(tmp_path):
+    model, _ = build("torchvision")
+    model.heads.head = nn.Linear(64, 3)
+    round_trip(model, tmp_path)
+
+
 class Mine(nn.GELU):
     pass
 

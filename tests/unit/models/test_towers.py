@@ -176,6 +176,10 @@ def folder(sparse, tmp_path_factory):
 
 
 class TestTransformersOwnFiles:
+    def test_others_may_read_the_weights_as_they_may_the_configuration(self, folder):
+        modes = {(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+        assert len(modes) == 1
+
     def test_a_dense_class_is_told_instead_of_drawing_networks_anew(self, folder, tmp_path):
         from transformers import CLIPVisionModel, ViTForImageClassification
 
@@ -245,3 +249,37 @@ def test_what_a_wrapper_holds_is_treated_as_on_its_own():
     config = transformers.TimmWrapperConfig(architecture="naflexvit_base_patch16_gap", model_args=flexible)
     sparse = ermoe.upcycle(transformers.TimmWrapperModel(config), num_experts=2, route_rank=8)
     assert type(sparse.timm_model.blocks[1]).__name__ == "SparseNaFlexBlock"
+
+
+@pytest.mark.parametrize(
+    "name", ["ViTModel", "CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel", "DeiTModel"]
+)
+def test_hidden_states_are_shown_as_before(name, monkeypatch):
+    from transformers.utils import output_capturing
+
+    dense, inputs = perturbed(name)
+    sparse_name = str(type(ermoe.upcycle(dense)))
+    monkeypatch.delitem(output_capturing._CAN_RECORD_REGISTRY, sparse_name)  # as in a process that loaded none yet
+    sparse = ermoe.upcycle(dense, num_experts=4)
+    before, after = (model(**inputs, output_hidden_states=True).hidden_states for model in (dense, sparse))
+    assert len(before) == len(after) == 3
+    assert distance(after[1], before[1]) <= 1e-4
+
+
+def test_attention_that_somebody_else_computes_is_refused():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    dense, _ = perturbed("DeiTModel")
+    ALL_ATTENTION_FUNCTIONS.register("mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    dense.set_attn_implementation("mine")
+    with pytest.raises(UserError, match=r"its attention is computed by 'mine'.*set_attn_implementation\('sdpa'\)"):
+        ermoe.upcycle(dense)
+    assert ermoe.upcycle(dense, score="prototype").sparsity.blocks == (1,)
+
+
+@pytest.mark.parametrize("name", ["DeiTModel", "plain"])
+def test_what_cannot_be_saved_is_said_before_training(name, caplog):
+    dense, _ = perturbed(name)
+    dense.__class__ = type("Mine", (type(dense),), {})
+    ermoe.upcycle(dense)
+    assert "ermoe.save will not write this Mine: " in caplog.text

@@ -230,6 +230,7 @@ _SPARSE: dict[type[nn.Module], type[SparseLayer]] = {
         SparseSiglip2EncoderLayer,
     )
 }
+_ATTENTIONS = (None, "eager", "sdpa", "flex_attention")  # the implementations, beside flash attention, that are softmax
 # Names a tower has for the list of its layers.
 _LAYERS = ("layers", "encoder.layers", "encoder.layer", "model.layer")
 
@@ -265,6 +266,17 @@ class HuggingFaceViT(HuggingFace):
             known = " or ".join(network.__name__ for network in networks)
             return f"its feed-forward network is a {network.__name__}, not {self.library} {known}"
         return None
+
+    def no_context(self, block: Any) -> str | None:
+        attention: Any = self.attention(block)
+        kind = attention.config._attn_implementation
+        if kind in _ATTENTIONS or kind.startswith("flash_attention"):
+            return None
+        return (
+            f"its attention is computed by {kind!r}, whose weights ermoe does not know; call "
+            "model.set_attn_implementation('sdpa'), or use score='prototype' or score='energy', which leave attention "
+            "to itself"
+        )
 
     def ffn(self, block: Any) -> FFN:
         mlp = block.mlp

@@ -53,7 +53,7 @@ def unsavable(model: Any) -> str | None:
     """What `ermoe.save` would have to say against a dense model, once it is sparse; None if nothing."""
     not_written = f"ermoe.save will not write this {type(model).__name__}"
     try:
-        lost = difference(model, _skeleton(json.dumps(describe(model))))
+        lost = difference(model, _skeleton(json.dumps(describe(model))).to(next(model.parameters()).dtype))
     except UserError as problem:
         return f"{not_written}: {problem}"
     except Exception as problem:  # whatever timm makes of arguments that were read wrongly
@@ -73,7 +73,8 @@ def _features(model: Any) -> Json:
     kind = _FEATURE_NETS.get(type(model).__name__)
     if kind is None:
         return {}
-    args: Json = {"features_only": True, "out_indices": list(model.feature_info.out_indices)}
+    chosen = getattr(model, "out_indices", model.feature_info.out_indices)  # some of timm's keep a number: the last n
+    args: Json = {"features_only": True, "out_indices": chosen if isinstance(chosen, int) else list(chosen)}
     return args if kind == "getter" else {**args, "feature_cls": kind}
 
 

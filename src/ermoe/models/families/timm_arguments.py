@@ -82,6 +82,12 @@ def _rate(path: str) -> Reader:
     return read
 
 
+def _num_classes(model: Any) -> int:
+    """Those of the head, which people replace, ``model.head = nn.Linear(192, 10)``, without telling the model."""
+    head = getattr(model, "head", None)
+    return head.out_features if isinstance(head, nn.Linear) else int(model.num_classes)
+
+
 def _network(model: Any) -> Any:
     return dense_network(_block(model))
 
@@ -248,7 +254,7 @@ _READERS: dict[str, Reader] = {
     "pool_include_prefix": lambda m: m.pool_include_prefix,
     "attn_pool_num_heads": lambda m: m.attn_pool.num_heads,
     "attn_pool_mlp_ratio": _pool_ratio,
-    "num_classes": lambda m: m.num_classes,
+    "num_classes": _num_classes,
     "neck_chans": lambda m: m.neck[0].out_channels if isinstance(m.neck, nn.Sequential) else 0,
     "head_hidden_size": lambda m: m.head.hidden_size,
     # dropout

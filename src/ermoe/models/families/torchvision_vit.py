@@ -71,6 +71,9 @@ class TorchvisionViT(Family):
         layers = model.encoder.layers
         args = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "attention_dropout", "num_classes")
         own = {name: getattr(model, name) for name in (*args, "representation_size")}
+        head = getattr(model.heads, "head", None)
+        if isinstance(head, nn.Linear):  # people replace it without telling the model
+            own["num_classes"] = head.out_features
         return {**own, "num_layers": len(layers), "num_heads": layers[0].num_heads}
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ermoe.nn.settings import LayerSettings
 
-# Attributes that do not make it another model: how it is computed, trained or initialised, and where it came from.
+# Attributes that do not make it another model: how it is computed, trained or initialised, where it came from, and the
+# number of classes, which the head itself shows.
 _PASSING = {
     "training", "grad_checkpointing", "gradient_checkpointing", "fused_attn", "every_expert", "expert_by_expert",
-    "base_is_frozen", "weight_init_mode", "fix_init", "head_init_scale", "name_or_path",
+    "base_is_frozen", "weight_init_mode", "fix_init", "head_init_scale", "name_or_path", "num_classes",
 }  # fmt: skip
 _RATE_TOLERANCE = 1e-5  # rates of dropout are read off models in float32
 _HALF_TOLERANCE = 1e-2  # buffers are rounded when a model is cast to half precision, and stay so when it is cast back
