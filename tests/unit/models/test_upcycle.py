@@ -134,7 +134,7 @@ class TestNewForms:
         dense, size = build("samvit_base_patch16")
         sparse = ermoe.upcycle(dense, num_experts=4, blocks=[3])
         block, seen = sparse.blocks[3], {}
-        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1].averaged(args[0])))
+        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(z=args[0], context=args[1]))
         block.attend = lambda *args, **kwargs: seen.setdefault("attended", SparseBlock.attend(block, *args, **kwargs))
         outputs(sparse, photographs(size, 1))
         z, context = (seen[name].view(6, 6, 64) for name in ("z", "context"))
