@@ -100,7 +100,7 @@ def scan(folder: Path) -> list[str]:
         options = ["--preset", "tiny", "--folds", "2", "--epochs", "1", "--cache", str(folder / "cache")]
         main(["brain", "train", str(data), "--out", str(run), *options])
     one = next(data.rglob("*_T1w.nii*"))
-    return followed(["brain", "predict", str(run), str(one)], lambda frame: False)
+    return followed(["brain", "predict", str(run), str(one), "--cache", str(folder / "new")], lambda frame: False)
 
 
 def write(document: Path) -> bool:

@@ -150,28 +150,34 @@ class Predict:
     """Masks and prepared scans; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
 
     def __call__(self, console: Console) -> None:
+        from ermoe.brain.data.cache import Archive
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.predicting import Predictor
+        from ermoe.brain.model import BrainAgeModel, predict
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
         with self.machine.started(console) as compute:
-            predictor = Predictor.at(self.model, self.cache, compute)
-            if predictor.model.recalibration is not None:
-                words = predictor.model.recalibration.in_words()
-                say(console, f"{self.model} was {words} (column brain_age_recalibrated)")
+            model = BrainAgeModel.load(self.model, compute.device)
+            if model.recalibration is not None:
+                say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)
             rows = []
-            for row in predictor.rows(cohort.scans):
+            volumes = Archive.at(self.cache).volumes(model.preprocessing)
+            # Tissue maps are of no use to a prediction, and must not be able to spoil it.
+            plain = [replace(scan, tissue=None) for scan in cohort.scans]
+            for row in predict(model, plain, read=volumes.volume, workers=compute.workers):
                 say(console, _line(row))
                 rows.append(row)
             failed = sum(bool(row.problem) for row in rows)
             say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
             if self.out is not None:
+                from ermoe.brain.predicting import Predictor
+
+                predictor = Predictor(model, self.model, volumes)
                 command = f"ermoe brain predict {self.model} {' '.join(self.scans)}"
-                page = predictor.write(self.out, cohort.scans, rows, command, with_pages=self.report)
+                page = predictor.write(self.out, plain, rows, command, with_pages=self.report)
                 say(console, f"written: {page if self.report else self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")
