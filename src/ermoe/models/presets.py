@@ -66,6 +66,7 @@ PRESETS: dict[str, Preset] = {
     "huge-h14": Preset(
         "vit_huge_patch14_224",
         {"num_experts": 64, "rank": 840},
+        {"num_classes": 1000},
         about="ViT-H/14 with 64 experts of rank 840 in every second block: a model for a cluster; see --cluster.",
     ),
     "small-s16": Preset("vit_small_patch16_224", {}, about="ViT-S/16 at full rank."),

@@ -50,7 +50,7 @@ def project_context(context: Tensor | Context, x_TD: Tensor, token_TEr: Tensor, 
 
 def _averaged(alpha_GSS: Tensor, z_Tx: Tensor) -> Tensor:
     """Σ α z of each group, in the shape of z, (T, ...)."""
-    return (alpha_GSS @ z_Tx.reshape(*alpha_GSS.shape[:2], -1)).view(z_Tx.shape)
+    return (alpha_GSS @ z_Tx.reshape(*alpha_GSS.shape[:2], z_Tx.shape[1:].numel())).view(z_Tx.shape)
 
 
 def averages_projections(num_tokens: int, basis_EDr: Tensor, *, of_tokens: bool) -> bool:

@@ -176,7 +176,8 @@ def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
     run = RunFolder(Path(place))
     with naming_what_cannot_be_read():
-        is_run = run.config.is_file() and not any((run.folder / name).is_file() for name in (WEIGHTS, INDEX))
+        # Weights that are a pipe or a link to nowhere are a model's too, of which whoever reads it will tell.
+        is_run = run.config.is_file() and not any(os.path.lexists(run.folder / name) for name in (WEIGHTS, INDEX))
     return run.model(prefer) if is_run else place
 
 

@@ -1,5 +1,7 @@
 """Stages of a brain-age run, before any of them learns."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ermoe.brain import run
@@ -27,7 +29,7 @@ def test_a_recipe_of_ones_own_is_changed_as_a_preset_is(preset, tmp_path, monkey
         raise KeyboardInterrupt
 
     seen = []
-    monkeypatch.setattr(run, "open_cohort", lambda path, options: None)
+    monkeypatch.setattr(run, "open_cohort", lambda path, options: SimpleNamespace(with_age=()))
     monkeypatch.setattr(run, "_trainable", lambda cohort, compute, check_for: [])
     monkeypatch.setattr(run, "state_of", lambda scans: "")
     monkeypatch.setattr(run, "to_json", see)

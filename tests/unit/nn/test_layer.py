@@ -119,6 +119,8 @@ def test_any_number_of_tokens_in_any_shape(score, shape):
     x, context = pair(*shape, requires_grad=True)
     y = layer(x, context)
     y.sum().backward()
+    alpha = torch.rand(*shape[:-1], shape[-2])
+    assert layer(x, Context(alpha)).shape == layer(x, Context(alpha, context)).shape == x.shape
     assert y.shape == x.shape
     assert torch.isfinite(y).all()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
