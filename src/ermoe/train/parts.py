@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from ermoe.errors import UserError
@@ -49,7 +50,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
     try:
         with _perhaps_alone() as is_alone:
             dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=is_alone)
-    except Exception as problem:
+    except (Exception, CheckpointException) as problem:  # the second is none of the first
         cause = _disk_error(problem)
         if cause is None:
             raise
@@ -61,7 +62,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with _perhaps_alone() as is_alone:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_alone)
-    except Exception as problem:  # what a reader raises on damaged or missing parts is anybody's guess
+    except (Exception, CheckpointException) as problem:  # what is raised of damaged parts is anybody's guess
         raise UserError(
             f"{folder} is damaged or holds parts of another run: remove {folder.parent}/last.pt to start anew"
         ) from problem
