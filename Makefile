@@ -12,7 +12,7 @@ FAR = */nn/exchange.py,*/nn/parallel.py,*/nn/sharding.py
 # Tests start many processes, which import torch in 3 seconds with its byte code and in 16 without.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo quick test test-all lint bench tables dist constraints dev-env
+.PHONY: help setup demo quick test test-all lint docs bench tables dist constraints dev-env
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -21,10 +21,11 @@ help:
 	@echo
 	@echo "  make demo     start here: a ViT learns digits, becomes sparse, ends faster; writes runs/demo/report.html"
 	@echo "  make quick    while working: unit tests and doctests, about a minute"
-	@echo "  make test     everything a change must pass: lint, types, import contract, tests, examples; 8 minutes"
+	@echo "  make test     everything a change must pass: lint, types, import contract, site, tests, examples; 8 minutes"
 	@echo "  make test-all the same and what needs a browser, other installations or much time"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
-	@echo "  make bench    every benchmark of docs/performance.md, beside the peers: about an hour of an idle machine"
+	@echo "  make docs     the site in docs/_build/html; RUN=1 also runs the examples of its gallery"
+	@echo "  make bench    every benchmark of docs/results/performance.md, beside the peers: about an hour of an idle machine"
 	@echo "  make tables   write the tables of README.md and docs/ from the records in benchmarks/results"
 	@echo "  make dist     build the wheel and the source archive into dist/, the same bytes for the same commit"
 	@echo "  make setup    only install; EXTRAS=\"brain clip\" adds what those need"
@@ -51,18 +52,24 @@ lint: dev-env
 quick: dev-env
 	$(PYTEST) -q tests/unit src
 
-test: lint
+test: lint docs
 	$(PYTEST) --cov --cov-report= --durations=30
 	$(BIN)/coverage report --fail-under=90
 	$(BIN)/coverage report --include='*/ermoe/nn/*' --omit='$(FAR)' --fail-under=98
 	$(BIN)/python examples/run_all.py
 
 test-all: test
+	$(MAKE) docs RUN=1
 	$(PYTEST) tests/system
+
+# Strict: a broken link, an undocumented public name or option, or a name that does not exist ends it.
+docs: dev-env
+	ERMOE_DOCS_RUN=$(RUN) $(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet --jobs auto \
+		--fresh-env -d docs/_build/doctrees docs docs/_build/html
 
 bench:
 	@sh tools/setup.sh bench
-	$(BIN)/ermoe bench all --threads 1 2
+	$(BIN)/ermoe bench all --threads 2
 
 tables: dev-env
 	$(BIN)/python benchmarks/tables.py
@@ -73,6 +80,6 @@ dist: dev-env
 
 # Pins stay as they are unless a range in pyproject.toml forbids them; UPGRADE=--upgrade takes the newest of all.
 constraints: dev-env
-	printf '%s\n' uv hatchling editables | $(BIN)/uv pip compile pyproject.toml - --all-extras $(UPGRADE) \
+	printf '%s\n' uv hatchling hatch-fancy-pypi-readme editables | $(BIN)/uv pip compile pyproject.toml - --all-extras $(UPGRADE) \
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 		--no-header --no-annotate --no-emit-index-url --output-file constraints.txt

@@ -4,7 +4,7 @@ Five folds by person, several shuffles of the folds and several seeds; every met
 and epochs. The two batches of this data set are confounded with age, so methods are judged inside one batch: errors are
 averaged over runs for each person, and people are resampled.
 
-    python benchmarks/brain_ixi50.py DATA [--shuffles 3] [--seeds 3] [--threads 2]
+    python benchmarks/brain_ixi50.py DATA [--shuffles 3] [--seeds 0 1 2] [--threads 2]
 
 A queue that resumes: a line a run in benchmarks/results/brain_ixi50.jsonl; one that was interrupted goes on.
 """
@@ -41,7 +41,7 @@ class Options:
     """Where the run folders go; they are not part of the results."""
     cache: Path | None = None
     shuffles: int = 3
-    seeds: int = 3
+    seeds: tuple[int, ...] = (0, 1, 2)
     methods: tuple[str, ...] = ("ermoe", "vit3d")
     """Trained with every shuffle and seed."""
     once: tuple[str, ...] = ("sfcn", "swin3d")
@@ -69,7 +69,7 @@ def main() -> None:
 
 def jobs(options: Options, console: Console) -> list[Job]:
     """Methods innermost, so that an unfinished study still compares them."""
-    pairs = [(shuffle, seed) for seed in range(options.seeds) for shuffle in range(options.shuffles)]
+    pairs = [(shuffle, seed) for seed in options.seeds for shuffle in range(options.shuffles)]
     every = [(method, *pair) for pair in pairs for method in options.methods]
     first = len(options.methods)
     ordered = every[:first] + [(method, 0, 0) for method in options.once] + every[first:]

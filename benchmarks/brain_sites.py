@@ -5,10 +5,10 @@ Questions to every method, shuffle and seed:
 - transfer: learnt from IXI, judged on ds002748: correlation, error, bias, spread, coverage and score of the intervals,
   and what recalibrating with 15 people of ds002748 leaves of the bias of the others (200 draws, stratified by group);
 - sites: all 86 people, each site left out in turn;
-- together: all 86 people in five folds;
-- harmonised, if asked for: the same with --harmonise site.
+- together: all 86 people in five folds, with ridges of their own for sites and batches;
+- harmonised, if asked for: the same with --harmonise site in place of those.
 
-    python benchmarks/brain_sites.py IXI DS002748 [--methods ridge ermoe] [--shuffles 3] [--seeds 3] [--threads 2]
+    python benchmarks/brain_sites.py IXI DS002748 [--methods ridge ermoe] [--shuffles 3] [--seeds 0 1 2] [--threads 2]
 
 A queue that resumes: a line a run in benchmarks/results/brain_sites.jsonl; one that was interrupted goes on.
 """
@@ -55,7 +55,7 @@ class Options:
     questions: tuple[str, ...] = ("transfer", "sites", "together")
     shuffles: int = 3
     """Of the folds; one will do for sites, which are not shuffled."""
-    seeds: int = 3
+    seeds: tuple[int, ...] = (0, 1, 2)
     """Of the networks; one will do for the ridge."""
     threads: int = 2
 
@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     console = Console()
     records = run_queue("brain_sites", jobs(options, console), options.out / "brain_sites.jsonl", console=console)
-    for table in (transfer_table(records), together_table(records), harmonised_table(records)):
+    for table in (f(records) for f in (transfer_table, together_table, batches_table, harmonised_table)):
         console.print(table.markdown(), end="\n\n", highlight=False, soft_wrap=True)
 
 
@@ -73,7 +73,7 @@ def jobs(options: Options, console: Console) -> list[Job]:
     """Methods innermost, so that an unfinished study still compares them."""
     ask = {"transfer": transfer, "sites": together, "together": together, "harmonised": together}
     found = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for shuffle in range(options.shuffles):
             for question in options.questions:
                 for method in options.methods:
@@ -92,7 +92,7 @@ def trained(
     folder = options.runs / f"{question}-{method}-shuffle{shuffle}-seed{seed}"
     split = "leave-site-out" if question == "sites" else "k-fold"
     asked = {"method": method, "split": split, "fold_seed": shuffle, "seed": seed}
-    asked |= {"harmonise": "site"} if question == "harmonised" else {}
+    asked |= {"harmonise": "site", "own_ridges": "none"} if question == "harmonised" else {}
     return folder, train(data, folder, cache=options.cache, console=console, check=False, **asked)
 
 
@@ -209,8 +209,31 @@ def together_table(records: list[Record]) -> Table:
     return Table(["question", "method", "estimate", "MAE, years", "method − estimate"], rows)
 
 
+def batches_table(records: list[Record]) -> Table:
+    """All people in five folds: the method, beside a ridge fitted inside each batch or site alone, over its people."""
+    rows = []
+    own = [record for record in records if record["settings"]["question"] == "together"]
+    for method in dict.fromkeys(record["settings"]["method"] for record in own):
+        found = [record["figures"] for record in own if record["settings"]["method"] == method]
+        level = np.array([batch or site for batch, site in zip(found[0]["batch"], found[0]["site"], strict=True)])
+        inside = {name: "ridge inside site" if name in found[0]["site"] else "ridge inside batch" for name in level}
+        error = {
+            name: np.mean([np.abs(np.subtract(f["estimates"][name], f["age"])) for f in found], axis=0)
+            for name in (method, "ridge over all", *set(inside.values()))
+        }
+        for name in sorted(set(level)):
+            rows_N, beside = level == name, inside[name]
+            people = np.array(found[0]["people"])[rows_N].tolist()
+            difference = paired_difference(people, error[method][rows_N], error[beside][rows_N], draws=10_000).text()
+            years = (f"{error[one][rows_N].mean():.2f}" for one in (method, "ridge over all", beside))
+            rows.append([method, name, str(len(people)), str(len(found)), *years, difference])
+    columns = ["method", "batch or site", "people", "runs", "MAE, years", "ridge over all", "ridge fitted inside"]
+    return Table([*columns, "method − inside"], rows)
+
+
 def harmonised_table(records: list[Record]) -> Table:
-    """With --harmonise site minus without it, over the shuffles that both have, and over the people of each batch."""
+    """With --harmonise site minus without it, both without ridges of sites' own, over the shuffles that both have, and
+    over the people of each batch."""
     found: dict[tuple[str, str], dict[tuple[int, int], dict[str, Any]]] = {}
     for record in records:
         asked = record["settings"]
@@ -222,8 +245,8 @@ def harmonised_table(records: list[Record]) -> Table:
         if shared := sorted(plain.keys() & other.keys()):
             first = plain[shared[0]]
             before, after = (
-                np.mean([np.abs(np.subtract(own[run]["estimates"][method], own[run]["age"])) for run in shared], axis=0)
-                for own in (plain, other)
+                np.mean([np.abs(np.subtract(own[run]["estimates"][name], own[run]["age"])) for run in shared], axis=0)
+                for own, name in ((plain, "ridge over all"), (other, method))
             )
             level = np.array([batch or site for batch, site in zip(first["batch"], first["site"], strict=True)])
             for name in ("all", *sorted(set(level))):

@@ -1,6 +1,6 @@
-"""What experts of a cluster-converted DeiT-Ti do with photographs, beside shuffled baselines: docs/gallery.md.
+"""What experts of a cluster-converted DeiT-Ti do with photographs, beside chance: docs/results/deit-experts.md.
 
-    ermoe upcycle deit_tiny_patch16_224 IMAGES --weights FILE --init clusters --images 400 --out deit
+    ermoe upcycle deit_tiny_patch16_224 --data IMAGES --weights FILE --init clusters --images 400 --out deit
     python benchmarks/expert_findings.py deit IMAGES
 
 Each question, a group of classes or a look, is put to all experts on the photographs of the train split, and the expert

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TINY, CIFAR = "mini-tiny-imagenet-200-4-epochs", "mini-cifar-10-batches-bin-2-epochs"
 PROBED = "mini-cifar-10-batches-bin-after-tiny-imagenet-200-4-epochs"
-PREDICTED = {  # by the operations of the cost model, docs/performance.md
+PREDICTED = {  # by the operations of the cost model, docs/explanation/cost-model.md
     "experts, E·r fixed": ("1", "1", "1", "1"),
     "experts, their products alone": ("1", "1", "1", "1"),
     "tokens": ("1", "2", "4"),
@@ -169,7 +169,56 @@ def ixi50() -> Table:
     return relabelled(brain_ixi50.tables(records, brain_ixi50.Options(Path()))[0], ESTIMATES)
 
 
+def cell(table: Table, row: str, column: str) -> str:
+    """One figure of a table."""
+    index = list(table.header).index(column)
+    return next(line[index] for line in table.rows if line[0] == row)
+
+
+def summary() -> Table:
+    """Wins, losses and ties of the studies, a line each; README.md shows it."""
+    cifar, start = cifar10(), upcycle_cifar10.table(lines_of("upcycle_cifar10"))
+    words = retrieval_flickr8k.table(lines_of("flickr8k"))
+    layer, paper_rule, brains = parts("AVX512"), TABLES["balance"](), ixi50()
+    presets = ("cifar17-ermoe", "cifar17-v-moe", "cifar17-dense")
+    starts = ("ERMoE, eigen-upcycled, calibrated", "V-MoE, copied experts, new gate", "dense")
+    rules = ("ERMoE (paper's rule)", "V-MoE")
+    compared = [
+        ("accuracy, CIFAR-10 from scratch", *(cell(cifar, name, "accuracy") for name in presets), "equal"),
+        ("load CV² there", *(cell(cifar, name, "load CV²") for name in presets), "**win**"),
+        ("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets), "**loss**"),
+        ("accuracy in %, CIFAR-10, converted", *(cell(start, name, "after") for name in starts), "small loss"),
+        (
+            "load CV², Tiny-ImageNet, the paper's rule",
+            *(cell(paper_rule, name, "load CV²") for name in rules),
+            "–",
+            "**loss**",
+        ),
+        (
+            "time of a layer of ViT-B, forward; two dense FFNs are 1",
+            *_layer_times(layer, "ViT-B, forward"),
+            "1",
+            "**win**",
+        ),
+        ("the same in training, with its penalty", *_layer_times(layer, "ViT-B, training"), "1", "**loss**"),
+        ("time of a layer of DeiT-Ti, forward", *_layer_times(layer, "DeiT-Ti, forward"), "1", "**loss**"),
+        ("RSUM, Flickr8k from scratch", *(cell(words, name, "RSUM") for name in ("ermoe", "v-moe", "dense")), "equal"),
+        ("error in years, brain age of 40 people", *_errors(brains), "equal"),
+    ]
+    return Table(["", "ERMoE", "V-MoE", "dense", "ERMoE beside them"], [list(line) for line in compared])
+
+
+def _layer_times(layer: Table, column: str) -> tuple[str, str]:
+    return cell(layer, "ERMoE", column), cell(layer, "V-MoE", column)
+
+
+def _errors(brains: Table) -> tuple[str, str, str]:
+    column = "MAE of 40 people of batch B, years"
+    return cell(brains, ESTIMATES["ermoe"], column), "–", cell(brains, ESTIMATES["vit3d"], column)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
+    "summary": summary,
     "cifar10": cifar10,
     "bars": bars,
     "parts": partial(parts, "AVX512"),
@@ -189,6 +238,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
     "brain-sites": lambda: brain_sites.transfer_table(lines_of("brain_sites")),
+    "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
     "threshold": lambda: of_paper(
@@ -220,7 +270,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 def documents() -> Sequence[Path]:
     """All that may have tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def written_anew(document: Path) -> str:

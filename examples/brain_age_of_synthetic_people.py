@@ -20,14 +20,14 @@ from ermoe.brain.data.phantom import synthesize
 bids = synthesize("bids", subjects=12, spacing_mm=6.0)
 
 # One network a fold; nobody is judged by a network that has learnt from them. An interrupted call goes on.
-estimator = ermoe.brain.train(bids, "run", preset="tiny", folds=3, cache="cache")
-print("held-out people, raw:", estimator.model.facts["raw"])
+figures = ermoe.brain.train("tiny-ermoe", bids, "run", folds=3, cache="cache")
+print("held-out people, raw:", figures)
 
 # Tables, figures, model card and one HTML page, as a BIDS derivative.
 page = ermoe.brain.report("run", cache=Path("cache"), occlusion_scans=1)
 print("report:", page)
 
 # A new scan. This one is known, so only the fold that had not seen the person answers, and says so.
-row = ermoe.brain.load("run").predict(bids / "sub-0001" / "anat" / "sub-0001_T1w.nii.gz")
+(row,) = ermoe.brain.predict("run", bids / "sub-0001" / "anat" / "sub-0001_T1w.nii.gz", cache="cache")
 print(f"{row.participant_id}: {row.brain_age:.1f} years [{row.brain_age_low:.1f}, {row.brain_age_high:.1f}]")
 assert row.seen_in_training

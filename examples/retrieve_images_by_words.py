@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from ermoe.retrieval.evaluation import evaluate
-from ermoe.retrieval.index import build_index, write_hits
+from ermoe.retrieval import build_index, evaluate, predict, train
+from ermoe.retrieval.index import write_hits
 from ermoe.retrieval.report import write_report
-from ermoe.retrieval.run import train
 
 torch.set_num_threads(1)  # so small a model gains nothing from more
 
@@ -35,11 +34,14 @@ for number in range(480):
 
 # A hash of each image decides its split. Dev chooses the epoch; test stays unread until now.
 train("tiny-ermoe", data, "run", cache=True, epochs=12, batch_size=32, base_lr=1e-2, warmup_epochs=1.0)
-evaluation = evaluate("run", data, "custom")
+evaluation = evaluate("run", data)
 figures, chance = evaluation.record["figures"], evaluation.record["chance"]
 print(f"{evaluation.record['num_images']} test images, {evaluation.record['num_captions']} captions")
 print(f"text → image R@5 {figures['t2i_r5']:.1%} (random order {chance['t2i_r5']:.1%})")
 print(f"written: {write_report(evaluation, 'report.html')}")
+
+(seen,) = predict("run", [data / "000.png"], COLOURS, templates=["a {} disc on the left"])
+print(f"{seen.image} is probably {seen.classes[0]} ({seen.probabilities[0]:.0%})")
 
 index = build_index("run", data, "index")
 hits = index.search("a blue disc on the left", top=5)

@@ -35,7 +35,7 @@ for name, layer in ermoe.calibrate(model, calibration.split(8)).items():
 for title, counted in (("dense", ermoe.count(dense, 224)), ("sparse", ermoe.count(model, 224))):
     print(
         f"{title}: {counted.total_parameters / 1e6:.1f} M parameters, {counted.active_parameters / 1e6:.1f} M active, "
-        f"{counted.flops.total / 2e9:.2f} G multiply-adds per image"
+        f"{counted.multiply_adds.total / 1e9:.2f} G multiply-adds per image"
     )
 
 with tempfile.TemporaryDirectory() as folder:

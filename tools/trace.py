@@ -3,7 +3,8 @@
     python tools/trace.py [DOCUMENT]
 
 A batch is followed from ``ermoe image train`` to its loss, a scan from ``ermoe brain predict`` to its age. Files of
-``ermoe.nn`` are left out: docs/method.md leads through them; and so are those that stand at the door (docs/refused.md).
+``ermoe.nn`` are left out: docs/explanation/method.md leads through them; and so are those that stand at the door
+(docs/reference/refused.md).
 With a document, the lists between its marks
 ``<!-- trace: batch -->``, ``<!-- trace: scan -->`` and ``<!-- end -->`` are written anew.
 """
@@ -24,10 +25,11 @@ from typing import Any
 
 import ermoe
 from ermoe.cli.main import main
+from ermoe.options import as_typed
 
 ROOT = Path(ermoe.__file__).parent
 MOST_FILES, MOST_REENTRIES = 23, 4
-LEFT_OUT = ("nn", "errors.py", "train/lock.py", "models/weights/stored.py")
+LEFT_OUT = ("nn", "errors.py", "cli/spelling.py", "train/lock.py", "train/shared.py", "models/weights/stored.py")
 
 
 class ArrivedError(Exception):
@@ -39,6 +41,7 @@ def followed(command: list[str], ends: Callable[[FrameType], bool]) -> list[str]
 
     What is called while a module is imported is no part of the way.
     """
+    as_typed.cache_clear()  # a command that ran before would spare this one its options
     entered: dict[str, None] = {}
     importing = 0
 
@@ -96,9 +99,9 @@ def scan(folder: Path) -> list[str]:
     """From the command to the age of one scan, by a model of a few phantoms."""
     data, run = folder / "bids", folder / "brain"
     with contextlib.redirect_stdout(io.StringIO()):
-        main(["brain", "synthesize", str(data), "--subjects", "6", "--spacing-mm", "6"])
-        options = ["--preset", "tiny", "--folds", "2", "--epochs", "1", "--cache", str(folder / "cache")]
-        main(["brain", "train", str(data), "--out", str(run), *options])
+        main(["brain", "synthesize", "--out", str(data), "--subjects", "6", "--spacing-mm", "6"])
+        options = ["--folds", "2", "--epochs", "1", "--cache", str(folder / "cache")]
+        main(["brain", "train", "tiny-ermoe", str(data), "--out", str(run), *options])
     one = next(data.rglob("*_T1w.nii*"))
     return followed(["brain", "predict", str(run), str(one), "--cache", str(folder / "new")], lambda frame: False)
 

@@ -5,10 +5,10 @@ Names are resolved on first use, so that ``ermoe --help`` does not wait for torc
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ermoe._auto_classes import tell_auto_classes
+from ermoe._lazy import offer
 from ermoe._moved import forward_old_names
 from ermoe._version import __version__ as __version__
 
@@ -61,7 +61,6 @@ _HOMES = {
     "ermoe.retrieval.captions.catalogue": ("open_captions",),
     "ermoe.train.distillation": ("distill",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "EigenMoE", "MoE", "Routing", "ViT3D", "auxiliary_loss", "build_layer", "calibrate", "count", "distill",
@@ -70,16 +69,4 @@ __all__ = [
     "slim", "to_dense", "unfreeze", "upcycle", "update_balance",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("brain", "images", "retrieval"):  # so that ermoe.brain.load(…) needs no second import
-        return import_module(f"ermoe.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'ermoe' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = offer("ermoe", _HOMES, parts=("brain", "images", "retrieval"))

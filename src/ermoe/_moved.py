@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Where a module is, and the names it had, all within ermoe; modules below an old name are below the new one.
 _MOVED = {
@@ -51,6 +55,7 @@ _MOVED = {
     "files": "data.reading",
     "images": "tasks.image",
     "images.check": "data.check",
+    "images.predicting": "images.predict",
     "images.rivals": "models.baselines",
     "images.run": "tasks.image.classification",
     "models.backbones": "models.sparse_block",
@@ -112,6 +117,9 @@ _APART = {
     "ermoe.models.scratch": {"restart_ffns": ("ermoe.models.upcycle", "restart_ffns")},
 }
 
+_ALSO_FUNCTIONS = ("ermoe.images.predict",)
+"""Old names of modules that are names of functions now."""
+
 _EMPTIED = "ermoe.tasks"
 """A package of which nothing is left but the names of its former parts."""
 
@@ -127,6 +135,17 @@ def home_of(name: str) -> str | None:
         if (home := _HOMES.get(".".join(parts[:length]))) is not None:
             return ".".join([home, *parts[length:]])
     return None
+
+
+class _CallableModule(ModuleType):
+    """A module whose name a function of its package has now: it has the names of its new home, and is that function."""
+
+    def __init__(self, name: str, home: ModuleType) -> None:
+        super().__init__(name, home.__doc__)
+        self.__dict__.update({own: value for own, value in vars(home).items() if not own.startswith("__")})
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return getattr(self, self.__name__.rpartition(".")[2])(*given, **options)
 
 
 class _Forwarding(MetaPathFinder, Loader):
@@ -147,6 +166,8 @@ class _Forwarding(MetaPathFinder, Loader):
         elsewhere = "".join(f"; {name} is {place}.{now}" for name, (place, now) in apart.items())
         warnings.warn(f"{spec.name} is {home} now: import it from there{elsewhere}", DeprecationWarning, stacklevel=2)
         module = import_module(home)
+        if spec.name in _ALSO_FUNCTIONS:
+            return _CallableModule(spec.name, module)
         if apart:
             both = ModuleType(spec.name, module.__doc__)
             both.__dict__.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
@@ -160,6 +181,23 @@ class _Forwarding(MetaPathFinder, Loader):
         spec = module.__spec__
         if spec is not None and spec.loader_state is not None:
             module.__spec__ = spec.loader_state
+
+
+def renamed(**now: str) -> Callable[[Function], Function]:
+    """Lets a function take arguments by names they had before, with a warning: ``@renamed(old="new")``."""
+
+    def wrap(function: Function) -> Function:
+        @wraps(function)
+        def called(*given: Any, **options: Any) -> Any:
+            for old in now.keys() & options.keys():
+                said = f"{function.__name__}({old}=…) is {function.__name__}({now[old]}=…) now"
+                warnings.warn(said, DeprecationWarning, stacklevel=2)
+                options[now[old]] = options.pop(old)
+            return function(*given, **options)
+
+        return called  # type: ignore[return-value]
+
+    return wrap
 
 
 def forward_old_names() -> None:

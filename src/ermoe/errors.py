@@ -12,6 +12,8 @@ from typing import Any
 # round; and halves of characters, which no terminal can show. Names of files may hold all of them.
 _HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_LONGEST = 1800  # letters of a sentence
+
 
 def harmless(text: str) -> str:
     r"""A text with everything but letters, tabs and ends of lines written as escapes; a byte that is no UTF-8 too.
@@ -29,22 +31,29 @@ def _escaped(letter: re.Match[str]) -> str:
 
 
 class UserError(ValueError):
-    """A mistake a person can correct. The command line prints its one sentence and exits with code 2."""
+    """A mistake a person can correct. The command line prints its one sentence and exits with code 2.
+
+    A sentence that quotes more than a person would read has its middle left out.
+    """
 
     def __str__(self) -> str:
-        return harmless(super().__str__())
+        text = harmless(super().__str__())
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]}…{text[-300:]}"
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """What to raise for a name that does not exist: says which was probably meant, and which there are.
+def unknown_name(kind: str, name: str, known: Iterable[str], *, listed_by: str | None = None) -> UserError:
+    """What to raise for a name that does not exist: says which was meant, and which there are or who lists them.
 
     >>> str(unknown_name("preset", "tinny", ["small", "tiny"]))
     "there is no preset 'tinny': did you mean tiny? There are small, tiny"
+    >>> str(unknown_name("preset", "tinny", ["small", "tiny"], listed_by="ermoe image presets"))
+    "there is no preset 'tinny': did you mean tiny? ermoe image presets lists them"
     """
     known = list(known)
     nearest = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {nearest[0]}? " if nearest else ""
-    return UserError(f"there is no {kind} {name!r}: {meant}There are {', '.join(known)}")
+    there_are = f"There are {', '.join(known)}" if listed_by is None else f"{listed_by} lists them"
+    return UserError(f"there is no {kind} {name!r}: {meant}{there_are}")
 
 
 def library(name: str, purpose: str, extra: str) -> Any:

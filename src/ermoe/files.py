@@ -48,6 +48,10 @@ class UnwritableError(UserError):
         self.reason = problem.strerror
         self.remedy = "free some space" if problem.errno in _FULL else "make it writable"
         super().__init__(f"{path} cannot be written: {self.reason}; {self.remedy}, or choose another place")
+        self._given = (path, problem)
+
+    def __reduce__(self) -> tuple[type[UnwritableError], tuple[Path, OSError]]:
+        return UnwritableError, self._given  # so that one process can tell the others
 
 
 @contextmanager
@@ -317,36 +321,38 @@ def to_json(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def from_json(kind: type[Settings], stored: Mapping[str, Any], *, source: str) -> Settings:
+def from_json(kind: type[Settings], stored: Mapping[str, Any], *, where: str) -> Settings:
     """The settings that `to_json` wrote; fields that are lacking have their defaults, unknown ones are refused.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class Grid:
     ...     shape: tuple[int, int] = (2, 3)
-    >>> from_json(Grid, {"shape": [4, 5]}, source="config.json")
+    >>> from_json(Grid, {"shape": [4, 5]}, where="config.json")
     Grid(shape=(4, 5))
     """
     known = typing.get_type_hints(kind)
     names = {field.name for field in fields(kind) if field.init}  # type: ignore[arg-type]
     if unknown := sorted(set(stored) - names):
-        raise UserError(f"{source} has the unknown settings {', '.join(unknown)}: it is of a newer ermoe")
-    return kind(**{name: _restored(known[name], value, source) for name, value in stored.items()})
+        raise UserError(f"{where} has the unknown settings {', '.join(unknown)}: it is of a newer ermoe")
+    return kind(**{name: restored(known[name], value, where) for name, value in stored.items()})
 
 
-def _restored(kind: Any, value: Any, source: str) -> Any:
-    """A value of the type that a field declares: JSON has no tuples and no dataclasses."""
+def restored(kind: Any, value: Any, where: str) -> Any:
+    """A value of the type that a field declares: JSON has no tuples, no paths and no dataclasses."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         chosen = next((part for part in arguments if _fits(part, value)), None)
-        return value if chosen is None else _restored(chosen, value, source)
+        return value if chosen is None else restored(chosen, value, where)
     if is_dataclass(kind) and isinstance(value, Mapping):
-        return from_json(kind, value, source=source)  # type: ignore[arg-type]
+        return from_json(kind, value, where=where)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list):
         each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(_restored(part, item, source) for part, item in zip(each, value, strict=True))
+        return tuple(restored(part, item, where) for part, item in zip(each, value, strict=True))
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if origin is Mapping and isinstance(value, Mapping):
-        return {name: _restored(arguments[1], item, source) for name, item in value.items()}
+        return {name: restored(arguments[1], item, where) for name, item in value.items()}
     return value
 
 

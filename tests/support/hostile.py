@@ -65,8 +65,8 @@ def _dense(**args):
     return lambda described: described["dense"]["args"].update(args)
 
 
-EVALUATED, SHOWN = ("image", "eval", "{}", "digits"), ("info", "{}")
-CLASSIFIED = ("retrieve", "classify", "{}", "a.png", "--classes", "a", "b")
+EVALUATED, SHOWN = ("image", "evaluate", "{}", "digits"), ("info", "{}")
+CLASSIFIED = ("retrieve", "predict", "{}", "a.png", "--classes", "a", "b")
 INPUTS |= {
     "a_million_blocks": _with_config(_dense(depth=10**6), *EVALUATED),
     "a_million_blocks_to_count": _with_config(_dense(depth=10**6), *SHOWN),
@@ -78,6 +78,13 @@ INPUTS |= {
     "images_of_a_million_pixels": _with_config(_dense(img_size=[10**6, 10**6]), *SHOWN),
     "ten_million_experts": _with_config(lambda own: own["sparsity"].update(num_experts=10**7), *EVALUATED),
     "more_experts_than_weights": _with_config(lambda own: own["sparsity"].update(num_experts=60_000), *EVALUATED),
+    "experts_in_a_long_list": _with_config(lambda own: own["sparsity"].update(num_experts=[4] * 10**5), *EVALUATED),
+    "a_tower_that_is_elsewhere": _with_config(
+        lambda own: own.update(
+            family="open_clip", dense={"class": "CustomTextCLIP", "text": {"hf_model_name": "a/b"}}, sparsity=None
+        ),
+        *EVALUATED,
+    ),
     "a_clip_of_a_million_layers": _with_config(
         lambda own: own["dense"]["text"].update(layers=10**6), *CLASSIFIED, name="clip"
     ),
@@ -104,7 +111,14 @@ def weights_that_are_a_pipe(saved, given):
     folder = _copied(saved, given)
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    return ["image", "eval", str(folder), "digits"]
+    return ["image", "evaluate", str(folder), "digits"]
+
+
+@hostile
+def weights_of_eight_bits(saved, given):
+    folder = _copied(saved, given)
+    _rewritten(folder / "config.json", lambda config: config.update(dtype="float8_e4m3fn"))
+    return ["image", "evaluate", str(folder), "digits"]
 
 
 @hostile
@@ -142,7 +156,7 @@ def _with_weights(change):
         state = load_file(folder / "model.safetensors")
         change(state)
         save_file(state, folder / "model.safetensors")
-        return ["image", "eval", str(folder), "digits"]
+        return ["image", "evaluate", str(folder), "digits"]
 
     return make
 
@@ -162,7 +176,7 @@ def _with_weight_bytes(data):
     def make(saved, given):
         folder = _copied(saved, given)
         (folder / "model.safetensors").write_bytes(data)
-        return ["image", "eval", str(folder), "digits"]
+        return ["image", "evaluate", str(folder), "digits"]
 
     return make
 
@@ -257,7 +271,13 @@ def _large(path):
     os.truncate(path, 10**10)
 
 
+def _odd_tags(path):
+    tags = np.random.default_rng(0).integers(0, 256, 12 * 200, np.uint8).tobytes()
+    path.write_bytes(b"II*\0" + struct.pack("<IH", 8, 200) + tags)
+
+
 INPUTS |= {
+    "a_picture_with_odd_tags": _with_image("a.tif", _odd_tags),
     "postscript_named_png": _with_image("a.png", _postscript),
     "a_picture_of_gigapixels": _with_image("a.png", _png(2**30, 2**30)),
     "a_picture_that_unpacks_to_much": _with_image("a.png", _png(12_000, 12_000)),
@@ -278,7 +298,7 @@ def a_name_that_is_too_long(saved, given):
 
 @hostile
 def a_model_whose_name_is_too_long(saved, given):
-    return ["image", "eval", str(given / ("a" * 5000)), "digits"]
+    return ["image", "evaluate", str(given / ("a" * 5000)), "digits"]
 
 
 @hostile
@@ -292,10 +312,38 @@ def a_run_whose_figures_are_a_pipe(saved, given):
     return ["image", "train", "digits-dense", "digits", "--out", str(given), "--epochs", "2"]
 
 
+def _with_run(name, write):
+    """The folder of a run of which a part is something else."""
+
+    def make(saved, given):
+        place = given / "run" / name
+        place.parent.mkdir(parents=True)
+        write(place)
+        return ["image", "train", "digits-dense", "digits", "--out", str(given / "run"), "--epochs", "2"]
+
+    return make
+
+
+def _at_home(place):
+    home = next(parent for parent in place.parents if parent.name == "given").with_name("home")
+    place.symlink_to(home / ("figures" if place.suffix else ""))
+
+
+INPUTS |= {
+    "a_run_whose_checkpoints_are_elsewhere": _with_run("checkpoints", _at_home),
+    "a_run_whose_figures_are_elsewhere": _with_run("metrics.jsonl", _at_home),
+    "a_run_whose_best_model_is_elsewhere": _with_run("checkpoints/best", _at_home),
+    "a_run_whose_model_is_a_file": _with_run("model", lambda place: place.write_text("mine")),
+    "a_run_whose_checkpoint_is_a_pickle": _with_run(
+        "checkpoints/last.pt", lambda place: place.write_bytes(pickle.dumps(Program()))
+    ),
+}
+
+
 def _with_data(write):
     def make(saved, given):
         write(given)
-        return ["image", "eval", str(saved / "classifier"), str(given)]
+        return ["image", "evaluate", str(saved / "classifier"), str(given)]
 
     return make
 
@@ -379,7 +427,7 @@ INPUTS |= {
 def _with_captions(name, data):
     def make(saved, given):
         (given / name).write_bytes(data)
-        return ["retrieve", "eval", str(saved / "clip"), str(given / name), "--split", "all"]
+        return ["retrieve", "evaluate", str(saved / "clip"), str(given / name), "--split", "all"]
 
     return make
 
@@ -399,13 +447,13 @@ def captions_of_an_image_that_is_a_pipe(saved, given):
     image = next((given / "images").iterdir())
     image.unlink()
     os.mkfifo(image)
-    return ["retrieve", "eval", str(saved / "clip"), str(given), "--split", "all"]
+    return ["retrieve", "evaluate", str(saved / "clip"), str(given), "--split", "all"]
 
 
 def _with_table(name, data):
     def make(saved, given):
         (given / name).write_bytes(data)
-        return ["brain", "doctor", str(given / name)]
+        return ["brain", "check", str(given / name)]
 
     return make
 
@@ -422,7 +470,7 @@ INPUTS |= {
 def _with_scan(name, write):
     def make(saved, given):
         write(given / name)
-        return ["brain", "doctor", str(given / name)]
+        return ["brain", "check", str(given / name)]
 
     return make
 
@@ -453,7 +501,7 @@ INPUTS |= {
 def a_sidecar_without_end(saved, given):
     (given / "a.csv").write_text("participant_id,t1,age\n1,a.nii,50\n")
     (given / "a.json").write_text("[" * 100_000)
-    return ["brain", "doctor", str(given / "a.csv")]
+    return ["brain", "check", str(given / "a.csv")]
 
 
 def _with_brain(change):

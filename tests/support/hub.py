@@ -164,6 +164,8 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.server.large[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         commits.append(files)
         oid = commit_hash(repo, commits)
         self.say({"success": True, "commitOid": oid, "commitUrl": f"{self.server.endpoint}/{repo}/commit/{oid}"})

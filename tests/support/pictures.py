@@ -73,15 +73,28 @@ def idx(root, compressed=True, num=12):
 
 def shards(root, label=lambda i: i % 3, names=("train-000", "train-001", "val-000"), below=""):
     for name, numbers in zip(names, (range(6), range(6, 12), range(20, 26)), strict=True):
-        file = root / f"{name}.tar"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(file, "w") as tar:
-            for i in numbers:
-                for suffix, data in (("png", picture(i)), ("cls", str(label(i)).encode())):
-                    member = tarfile.TarInfo(f"{below}{i:06d}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        shard(root / f"{name}.tar", numbers, label, below)
     return root
+
+
+def uneven_shards(root, sizes):
+    """Training shards of those sizes, and one to judge by."""
+    first = 0
+    for number, count in enumerate(sizes):
+        shard(root / f"train-{number:03}.tar", range(first, first + count))
+        first += count
+    shard(root / "val-000.tar", range(first, first + 7))
+    return root
+
+
+def shard(file, numbers, label=lambda i: i % 3, below=""):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as tar:
+        for i in numbers:
+            for suffix, data in (("png", picture(i)), ("cls", str(label(i)).encode())):
+                member = tarfile.TarInfo(f"{below}{i:06d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
 
 
 def tiny_imagenet(root):

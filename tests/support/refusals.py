@@ -1,6 +1,6 @@
-"""What `ermoe.upcycle` refuses because outputs would change without a word: models, and the table of docs/upcycling.md.
+"""What `ermoe.upcycle` refuses because outputs would change without a word: models, and the table about them.
 
-``python tests/support/refusals.py docs/upcycling.md`` writes the table anew.
+``python tests/support/refusals.py docs/reference/backbones.md`` writes the table anew.
 """
 
 import sys
@@ -95,6 +95,10 @@ REFUSALS = {
     ),
     "a LoRA that is not merged, wherever it is": (lambda: _with(lambda mlp: setattr(mlp, "fc1", LoRA(mlp.fc1))), {}),
     "an adapter of your own": (lambda: _with(lambda mlp: setattr(mlp, "fc1", Adapted(mlp.fc1))), {}),
+    "a hook on the gradient of one of its weights": (
+        lambda: _with(lambda mlp: mlp.fc1.weight.register_hook(_nothing)),
+        {},
+    ),
     "a parametrization": (lambda: _with(lambda mlp: parametrizations.weight_norm(mlp.fc1)), {}),
     "pruned weights, old weight norms": (lambda: _with(lambda mlp: prune.l1_unstructured(mlp.fc1, "weight", 0.3)), {}),
     "integer weights": (lambda: _with(lambda mlp: setattr(mlp.fc1, "weight", _quantised(mlp.fc1))), {}),
@@ -126,7 +130,7 @@ def sentence(name):
 
 
 def table(sentences):
-    """The table of docs/upcycling.md."""
+    """The table of docs/reference/backbones.md."""
     rows = [f"| {name} | {said.replace('|', ' ')} |" for name, said in sentences.items()]
     return "\n".join([START, "", "| a model with | is told |", "| :-- | :-- |", *rows, "", END])
 

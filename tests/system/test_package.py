@@ -18,6 +18,9 @@ import ermoe
 
 ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+EXTRAS = ("brain", "clip", "dev", "explore", "export", "register")
+UNIT = ("analysis", "brain", "data", "explorer", "images", "models", "nn", "retrieval", "train")
+UNIT = tuple(f"tests/unit/{folder}" for folder in UNIT)
 LEFT_OUT = (".ci/", ".github/")  # what only the repository needs
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
@@ -26,7 +29,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.skipif(UV is None, reason="
 
 def ran(*command, cwd, **environment):
     ended = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=CLEAN | environment, capture_output=True, text=True, timeout=1500
+        [str(part) for part in command], cwd=cwd, env=CLEAN | environment, capture_output=True, text=True, timeout=3000
     )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
     return ended.stdout
@@ -112,19 +115,16 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(version, built, empty):
     assert_demo_runs(installed(found.stdout.strip(), built[0], empty), empty)
 
 
-def test_the_wheel_runs_the_demo_with_the_lowest_versions(built, empty):
-    lowest = [
-        UV,
-        "pip",
-        "compile",
-        ROOT / "pyproject.toml",
-        "--resolution",
-        "lowest-direct",
-        "--python-version",
-        "3.11",
-    ]
-    ran(*lowest, "--output-file", empty / "lowest.txt", cwd=empty)
-    assert_demo_runs(installed("3.11", built[0], empty, "-r", empty / "lowest.txt"), empty)
+@pytest.mark.timeout(3600)
+def test_the_lowest_versions_run_the_demo_and_the_unit_tests(built, unpacked, empty):
+    """Of everything that pyproject.toml names, extras and the tools of the tests included."""
+    extras = [part for name in EXTRAS for part in ("--extra", name)]
+    lowest = [UV, "pip", "compile", ROOT / "pyproject.toml", *extras, "--resolution", "lowest-direct"]
+    ran(*lowest, "--python-version", "3.11", "--output-file", empty / "lowest.txt", cwd=empty)
+    program = installed("3.11", built[0], empty, "-r", empty / "lowest.txt")
+    assert_demo_runs(program, empty)
+    tests = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *UNIT]
+    ran(program.parent / "python", *tests, cwd=unpacked, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("resolution", ["lowest-direct", "highest"])

@@ -126,7 +126,7 @@ def test_a_command_says_it_once_and_runs(dying):
 @pytest.mark.parametrize(("rank", "said"), [("0", f"ermoe: {LIMITED}\n"), ("1", "")])
 def test_of_many_processes_one_says_it(dying, before_torch, rank, said, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr("ermoe.cli.info.Info", lambda argv: print(os.environ[cpu.LIMIT]))
+    monkeypatch.setattr("ermoe.cli.info.Info.__call__", lambda info, console: print(os.environ[cpu.LIMIT]))
     assert main(["info", "tiny-ti16"]) == 0
     assert capsys.readouterr() == (f"{cpu.LIMITED}\n", said)
 

@@ -83,7 +83,7 @@ def answers(model, inputs):
 
 class TestImageRuns:
     def test_a_finished_run_is_evaluated(self, saved, command):
-        shown = command("image", "eval", saved / "images" / "finished", "digits", "--workers", 0)
+        shown = command("image", "evaluate", saved / "images" / "finished", "digits", "--workers", 0)
         figures = expected(saved / "images" / "finished.json")["eval"]
         found = numbers(r"\b(loss|top1|load_cv2) ([\d.]+)", shown)
         assert found == pytest.approx(figures, abs=2 / 599)  # an image more or less, on another processor
@@ -147,7 +147,8 @@ class TestBrainRun:
         run = shutil.copytree(saved / "brain" / "run", tmp_path / "run")
         options = expected(saved / "brain" / "expected.json")["options"]
         place = ("--out", run, "--cache", tmp_path / "cache", "--no-check")
-        command("brain", "train", saved / "brain" / "bids", *options, *place)
+        assert options[:2] == ["--preset", "tiny"]  # as it was said then
+        command("brain", "train", "tiny-ermoe", saved / "brain" / "bids", *options[2:], *place)
         outputs, wanted = (load_file(folder / "outputs.safetensors") for folder in (run, saved / "brain" / "run"))
         torch.testing.assert_close(outputs, wanted, atol=1e-3, rtol=1e-3)
         assert not list(run.rglob("last.pt"))  # nothing was trained
@@ -177,7 +178,7 @@ class TestRetrievalRun:
         run = shutil.copytree(saved / "retrieval" / "run", tmp_path / "run")
         (record,) = run.glob("retrieval-*-test.json")
         earlier = expected(record)
-        evaluate = ("retrieve", "eval", run, saved / "retrieval" / "shapes", "--workers", 0, "--draws", 20)
+        evaluate = ("retrieve", "evaluate", run, saved / "retrieval" / "shapes", "--workers", 0, "--draws", 20)
         assert f"read on {earlier['date']}" in command(*evaluate)
         command(*evaluate, "--again")
         assert expected(record)["reads"] == 2

@@ -19,9 +19,10 @@ from ermoe.brain.data.splits import Splits
 from ermoe.brain.model import BrainAgeModel
 from ermoe.data.decode import decode
 from ermoe.data.images import open_images
+from ermoe.data.shard_index import _read
 from ermoe.errors import UserError
 from ermoe.files import to_json
-from ermoe.images.predict import class_names
+from ermoe.images.predicting import class_names
 from ermoe.models.weights.stored import read_checkpoint
 from ermoe.retrieval.captions.catalogue import open_captions
 from ermoe.studies.record import add_records, read_records
@@ -84,7 +85,7 @@ def weights_in_several_files(folder):
     return lambda: ermoe.load(folder)
 
 
-@reader("parts-1-0/shard-00001-model-00001-of-00001.safetensors", examples=8)
+@reader("parts-1-0/1-0.safetensors", examples=8)
 def run_checkpoint_in_parts(folder):
     tensors = {"model.weight": torch.ones(3, 4), "optimizer.weight.step": torch.ones(())}
     parts.write(folder / "parts-1-0", tensors)
@@ -208,6 +209,12 @@ def caption_table(folder):
     captions.files(folder, ["a.jpg", "b.jpg"])
     (folder / "a.csv").write_text('image,caption,split\na.jpg,"a dog, a cat",test\nb.jpg,"[""a"", ""b""]",test\n')
     return lambda: open_captions(folder / "a.csv", "custom", "test")
+
+
+@reader("index", examples=20)
+def shard_index(folder):
+    (folder / "index").write_text('2\n["a", 512, 100, "7"]\n["b", 2048, 99, "\\u00ff"]\n')
+    return lambda: _read(folder / "index", (str, int, int, str))
 
 
 @reader("test-000.tar", damage=mutations.tar_headers)

@@ -2,7 +2,7 @@
 
 Functions that describe single tokens return one value per token, so that whoever averages them, over a batch or over
 an epoch, uses the same definition. Where a measure has no meaning it is NaN, never a flattering zero. How to read
-each of them is in docs/measures.md.
+each of them is in docs/reference/measures.md.
 
 Letters: T tokens, N images of S tokens, E experts, A pairs of token and expert, C classes, D model width, r routing
 rank.

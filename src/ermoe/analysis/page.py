@@ -123,7 +123,8 @@ def table(
 
     Where it is crowded, an interval in brackets goes below its figure.
     """
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header) + ("" if notes is None else "<th></th>")
+    columns = [*header, *([] if notes is None else ["note"])]
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in columns)
     body = []
     for index, (first, *rest) in enumerate(rows):
         cells = "".join(f"<td>{escape(cell).replace(' [', ' <wbr>[')}</td>" for cell in rest)
@@ -131,7 +132,9 @@ def table(
         kind = ' class="strong"' if first == strong else ""
         body.append(f'<tr{kind}><th scope="row">{escape(first)}</th>{cells}{note}</tr>')
     lines = ["<thead><tr>" + head + "</tr></thead>", "<tbody>", *body, "</tbody>"]
-    return Markup('<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>")
+    # What scrolls can be reached with Tab, so that arrow keys move it.
+    frame = f'<div class="scroll" tabindex="0" role="group" aria-label="Table by {escape(header[0])}">'
+    return Markup(f"{frame}<table>\n" + "\n".join(lines) + "\n</table></div>")
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:

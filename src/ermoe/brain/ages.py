@@ -188,16 +188,16 @@ class AgeRegression:
 AgeHead = AgeBins | AgeRegression
 
 
-def stored_head(stored: Json, *, source: str) -> AgeHead:
+def stored_head(stored: Json, *, where: str) -> AgeHead:
     """The head that `ermoe.files.to_json` wrote.
 
     >>> from ermoe.files import to_json
-    >>> stored_head(to_json(AgeBins(40, 80)), source="brain_age.json") == AgeBins(40, 80)
+    >>> stored_head(to_json(AgeBins(40, 80)), where="brain_age.json") == AgeBins(40, 80)
     True
     """
     if stored["kind"] == "regression":
-        return from_json(AgeRegression, stored, source=source)
-    return from_json(AgeBins, stored, source=source)
+        return from_json(AgeRegression, stored, where=where)
+    return from_json(AgeBins, stored, where=where)
 
 
 def fit_temperature(bins: AgeBins, output_BK: Tensor, age_B: Tensor) -> float:

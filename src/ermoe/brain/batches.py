@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,6 +84,10 @@ class ScanSet:
     def ages(self) -> Tensor:
         """Of every scan, or what is to be learnt in their place; NaN where there is none."""
         return torch.tensor([self._age(scan) for scan in self.scans])
+
+    def plain(self) -> ScanSet:
+        """The same scans as they are."""
+        return replace(self, augmentation=None)
 
     def read(self, index_B: Indices, epoch: int = 0) -> VolumeBatch:
         """The volumes at some indices; indices beyond the number of volumes go round again, augmented differently."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ermoe.brain.data.scans import CohortOptions, Preprocessing
-from ermoe.brain.recipes import BrainRecipe, Method, VolumeAugmentation, recipe
-from ermoe.console import Command, run_command, say
+from ermoe.brain.recipes import ABOUT_METHODS, FAMILIES, PRESETS, BrainRecipe, VolumeAugmentation, recipe
+from ermoe.console import Command, first_read, say
 from ermoe.errors import UserError
-from ermoe.train.settings import Machine, TrainingMachine
+from ermoe.train.settings import Machine, TrainingMachine, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ermoe.brain.model import Prediction
 
 _Word = tyro.conf.Positional
-Preset = Literal["small", "paper", "tiny"]
 
 
 def _few_cores() -> Machine:
@@ -32,17 +31,14 @@ def _few_cores() -> Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What the other values of a recipe depend on."""
+class _Grid:
+    """What the other values of a recipe depend on besides its preset."""
 
-    preset: Preset = "small"
-    method: Method = "ermoe"
     patch_size: int | None = None
     spacing_mm: float | None = None
 
-    def recipe(self) -> BrainRecipe:
-        """The preset, on the same room in voxels and cubes of these sizes."""
-        chosen = recipe(self.preset, self.method)
+    def of(self, chosen: BrainRecipe) -> BrainRecipe:
+        """The recipe, on the same room in voxels and cubes of these sizes."""
         if self.patch_size is not None:
             chosen = replace(chosen, size={**chosen.size, "patch_size": self.patch_size})
         grid = chosen.preprocessing.with_spacing(self.spacing_mm, cube=chosen.patch_size)
@@ -53,18 +49,18 @@ class _Chosen:
 class Train:
     """Train an estimator of brain age, one network a fold; a run that stopped goes on where it was.
 
-    Values shown are those of the preset and method that are named.
+    Values shown are the preset's, if one is named; small-ermoe is meant for a few dozen people and two cores.
     """
 
+    preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
+    """A name such as small-ermoe or paper-sfcn: ermoe brain presets lists and describes them."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """A BIDS root, or a TSV or CSV with the columns participant_id, age, t1 and, if known, sex, site, session_id."""
     recipe: BrainRecipe
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: TrainingMachine = field(default_factory=lambda: TrainingMachine(workers=0))
     out: Path | None = None
-    """The run folder; runs/brain-METHOD-SEED by default."""
-    preset: Preset = "small"
-    """small: minutes on two cores. paper: the paper's sizes, for GPUs. tiny: to see it work."""
+    """The run folder; runs/brain-PRESET-SEED by default."""
     init: str = "random"
     """random; phantom, to learn a synthetic cohort first (made once, kept in the cache); or another brain-age model."""
     split: Literal["auto", "k-fold", "holdout", "leave-site-out"] = "auto"
@@ -76,8 +72,9 @@ class Train:
     """Another shuffle of the people over the folds."""
     patch_size: int | None = None
     """Edge of a cube, which is a token, in voxels; 16 by default."""
-    augment: bool | None = None
-    """Move, turn, shade and re-expose volumes (MONAI); paper does, small only hides cubes and adds noise."""
+    augment: Literal["yes", "no"] | None = None
+    """Move, turn, shade and re-expose volumes (MONAI), or not; by default paper does, and small only hides cubes and
+    adds noise."""
     flip: bool = False
     """With augment: also mirror left and right."""
     calibration_fit: Literal["held-out", "train"] = "held-out"
@@ -88,17 +85,21 @@ class Train:
     """Prepared volumes and phantoms; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
 
     @classmethod
-    def suited(cls, argv: list[str]) -> Train:
-        """With the values of the preset and method that are named, on the grid that is named."""
+    def suited(cls, argv: list[str], preset: str | None = None) -> Train:
+        """With the values of the preset that is named, here or in a file, on the grid that is named."""
+        usual = cls(preset or "small-ermoe", "", recipe(preset or "small-ermoe"))
+        named = first_read(usual, argv).preset
         words = [word for word in argv if word not in ("-h", "--help")]
-        chosen, _ = tyro.cli(_Chosen, args=words, return_unknown_args=True, prog="ermoe brain train", add_help=False)
-        return cls(tyro.MISSING, chosen.recipe())
+        grid, _ = tyro.cli(_Grid, args=words, return_unknown_args=True, prog="ermoe brain train", add_help=False)
+        is_known = named in PRESETS or named in FAMILIES
+        return cls(preset or tyro.MISSING, tyro.MISSING, grid.of(recipe(named) if is_known else usual.recipe))
 
     def __call__(self, console: Console) -> None:
         from ermoe.brain.run import train
 
+        recipe(self.preset)  # says which there are
         chosen = self.chosen()
-        folder = self.out or Path("runs") / f"brain-{chosen.method}-{chosen.training.seed}"
+        folder = self.out or Path("runs") / f"brain-{self.preset}-{chosen.training.seed}"
         with self.machine.started(console) as compute:
             train(
                 self.data,
@@ -120,9 +121,13 @@ class Train:
     def chosen(self) -> BrainRecipe:
         """The recipe, augmented or not as was asked."""
         own = self.recipe
-        augment = own.augmentation is not None if self.augment is None else self.augment
+        if self.patch_size not in (None, own.patch_size):
+            raise UserError(
+                f"--patch-size {self.patch_size}: the file of --config has cubes of {own.patch_size}; print it anew"
+            )
+        augment = own.augmentation is not None if self.augment is None else self.augment == "yes"
         if self.flip and not augment:
-            raise UserError(f"--flip: the preset {self.preset} does not augment volumes; add --augment True")
+            raise UserError(f"--flip: {self.preset} does not augment volumes; add --augment yes")
         if not augment:
             return replace(own, augmentation=None)
         if not self.flip and own.augmentation is not None:
@@ -133,17 +138,45 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluate:
+    """How far predictions are from known ages.
+
+    People whom the model knows from training are judged by the networks that have not learnt from them.
+    """
+
+    model: Annotated[Path, _Word, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, or the model folder in it."""
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
+    """A BIDS root, or a table with ages, as for training."""
+    cohort: CohortOptions = field(default_factory=CohortOptions)
+    machine: Machine = field(default_factory=_few_cores)
+    cache: Path | None = None
+    """Prepared scans; $ERMOE_CACHE/brain, or ermoe's folder among your caches."""
+
+    def __call__(self, console: Console) -> None:
+        from ermoe.brain import evaluate
+        from ermoe.brain.metrics import LABELS
+
+        with self.machine.started(console) as compute:
+            found = evaluate(self.model, self.data, cohort_options=self.cohort, cache=self.cache, compute=compute)
+        for name, value in found.items():
+            say(console, f"{LABELS.get(name, name)}: {value:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
 class Predict:
     """Brain ages of new scans, as a BIDS derivative; no ages are needed, and a failure is a row that says why."""
 
     model: Annotated[Path, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, or the model folder in it."""
-    scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="SCANS")]
-    """NIfTI files, folders, BIDS roots or tables."""
+    scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="DATA…")]
+    """Scans: NIfTI files, folders, BIDS roots or tables."""
     out: Path | None = None
     """Folder for the derivative; without it predictions are only printed."""
-    report: bool = True
-    """With out: also write report.html, and a page of every scan."""
+    pages: bool = True
+    """With --out: also write report.html, and a page of every scan."""
+    own_ridges: bool = True
+    """People of a scanner that was in training, by its name, also get the ridge of its own."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
     cache: Path | None = None
@@ -155,9 +188,10 @@ class Predict:
         from ermoe.brain.model import BrainAgeModel, predict
 
         if not self.scans:
-            raise UserError("no scan given: ermoe brain predict MODEL SCANS…")
+            raise UserError("no scan given: ermoe brain predict MODEL DATA…")
         with self.machine.started(console) as compute:
             model = BrainAgeModel.load(self.model, compute.device)
+            model = model if self.own_ridges else replace(model, own_ridges={})
             if model.recalibration is not None:
                 say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
@@ -177,8 +211,8 @@ class Predict:
 
                 predictor = Predictor(model, self.model, volumes)
                 command = f"ermoe brain predict {self.model} {' '.join(self.scans)}"
-                page = predictor.write(self.out, plain, rows, command, with_pages=self.report)
-                say(console, f"written: {page if self.report else self.out}")
+                page = predictor.write(self.out, plain, rows, command, with_pages=self.pages)
+                say(console, f"written: {page if self.pages else self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")
 
@@ -216,9 +250,9 @@ class App:
             predictor = Predictor.at(self.model, self.work_dir, compute)
             scans = open_scans([str(self.bids_dir)], self.cohort).scans
             if self.level == "group":
-                say(console, f"written: {predictor.gather(self.out_dir, scans, command, source=self.bids_dir)}")
+                say(console, f"written: {predictor.gather(self.out_dir, scans, command, data=self.bids_dir)}")
                 return
-            for row in predictor.one_by_one(self.out_dir, scans, source=self.bids_dir):
+            for row in predictor.one_by_one(self.out_dir, scans, data=self.bids_dir):
                 say(console, _line(row))
                 failed += bool(row.problem)
         say(console, f"written: {self.out_dir}\nnext: {command.replace(' participant ', ' group ')}")
@@ -233,9 +267,9 @@ class Recalibrate:
 
     model: Annotated[Path, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, or the model folder in it."""
-    data: Annotated[str, _Word, tyro.conf.arg(metavar="PEOPLE")]
+    data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
     """People of the site whom the model has not learnt from: a BIDS root, or a table with their ages."""
-    out: Path
+    out: Path = Path("runs/brain-recalibrated")
     """Folder of the new model; the old one stays as it is."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
@@ -256,7 +290,7 @@ class Recalibrate:
         assert new.recalibration is not None
         new.save(self.out)
         say(console, new.recalibration.in_words())
-        say(console, f"written: {self.out}\nnext: ermoe brain predict {self.out} SCANS")
+        say(console, f"written: {self.out}\nnext: ermoe brain predict {self.out} DATA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +325,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Doctor:
+class Check:
     """Check every scan, and whether something else than the brain predicts age, before training.
 
     The exit code is 2 if there is an error that would stop a training run.
     """
 
-    scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="SCANS")]
+    scans: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="DATA…")]
     """A BIDS root, a table (TSV or CSV), folders, or NIfTI files."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     spacing_mm: float | None = None
@@ -333,7 +367,7 @@ class Doctor:
         from ermoe.brain.data.cohort import TABLES, open_cohort, open_scans
 
         if not self.scans:
-            raise UserError("no scans given: ermoe brain doctor SCANS…, a BIDS root, a table or NIfTI files")
+            raise UserError("no scans given: ermoe brain check DATA…, a BIDS root, a table or NIfTI files")
         first = Path(self.scans[0])
         is_root = first.is_dir() and is_bids_root(first)
         if len(self.scans) == 1 and (is_root or first.suffix.casefold() in TABLES):
@@ -350,7 +384,7 @@ class Synthesize:
     A cohort that was interrupted is completed; a larger number of subjects adds people and changes nobody.
     """
 
-    out: Annotated[Path, _Word, tyro.conf.arg(metavar="OUT")]
+    out: Path = Path("runs/brain-phantoms")
     """Folder of the new data set."""
     subjects: int = 200
     """Number of people."""
@@ -364,6 +398,8 @@ class Synthesize:
     """Youngest and oldest at the first visit."""
     spacing_mm: float = 2.0
     """Edge of the voxels."""
+    ageing: Literal["everywhere", "frontal"] = "everywhere"
+    """Where age shows; frontal: in the front of the brain alone, at shares of tissue that do not follow age."""
 
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.phantom import synthesize
@@ -377,6 +413,7 @@ class Synthesize:
                 sessions=self.sessions,
                 ages=self.ages,
                 spacing_mm=self.spacing_mm,
+                ageing=self.ageing,
                 on_subject=on_subject,
             )
         say(console, f"written: {root}, {self.subjects:,} synthetic subject{'s' * (self.subjects > 1)}")
@@ -405,26 +442,26 @@ class Demo:
         say(console, f"written: {path} (synthetic brains: never quote these figures)")
 
 
+@dataclass(frozen=True, slots=True)
+class Presets:
+    """What can be trained by name: sizes, methods and their training."""
+
+    def __call__(self, console: Console) -> None:
+        say(console, in_words(PRESETS, ABOUT_METHODS, "ermoe brain train"))
+
+
 COMMANDS: dict[str, type[Command]] = {
+    "check": Check,
+    "presets": Presets,
     "train": Train,
+    "report": Report,
+    "evaluate": Evaluate,
     "predict": Predict,
     "app": App,
     "recalibrate": Recalibrate,
-    "report": Report,
-    "doctor": Doctor,
     "synthesize": Synthesize,
     "demo": Demo,
 }
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    try:
-        run_command(COMMANDS, argv, prog="ermoe brain", description="Brain age from T1 scans. Research use only.")
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("nibabel", "nilearn", "monai", "einops", "pandas"):
-            raise
-        raise UserError(f'{missing.name} is missing: pip install "ermoe[brain]"') from missing
 
 
 def _line(row: Prediction) -> str:

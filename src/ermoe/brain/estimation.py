@@ -121,7 +121,7 @@ def outputs_of(model: nn.Module, loader: Loader[VolumeBatch]) -> tuple[Tensor, T
     """Outputs (N, K) of all volumes of a loader and their ages (N,), on the CPU."""
     model.eval()
     outputs, ages = [], []
-    for (batch,) in loader.epoch():
+    for batch in loader:
         outputs.append(model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ).float().cpu())
         ages.append(batch.age_B.cpu())
     return torch.cat(outputs), torch.cat(ages)

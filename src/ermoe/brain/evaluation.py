@@ -71,7 +71,7 @@ class Evaluation:
         config = _config(folder)
         data = dict(config["data"])
         path = data.pop("path")
-        options = from_json(CohortOptions, data, source=str(folder / "config.json"))
+        options = from_json(CohortOptions, data, where=str(folder / "config.json"))
         scans = open_cohort(path, options).with_age
         if state_of(scans) != config["scans_and_ages"]:
             raise UserError(
@@ -113,13 +113,16 @@ class Evaluation:
     def estimates(self) -> dict[str, Array]:
         """Predictions by name: the method first, then what needs no network.
 
-        "ridge" is the linear estimate on measures of the scan; "ridge + whole network" believes all the network adds;
+        "ridge" is the linear estimate on measures of the scan; "ridge over all" leaves out the ridges of scanners' own;
+        "ridge + whole network" believes all the network adds;
         "ridge inside batch" was fitted on the training people of the same batch alone, where these are enough.
         """
         found = {self.method: self.held_out.raw_N}
         if self.outputs.ridge_FN is not None and self.model.networks:
             found["ridge"] = self._as_tested(self.outputs.by_ridge)
             found["ridge + whole network"] = self._as_tested(self.outputs.predicted)
+        if self.outputs.over_all_FN is not None:
+            found["ridge over all"] = self._as_tested(self.outputs.over_all)
         methods: dict[str, Estimate] = {}
         measure = {scan.key: row for scan, row in zip(self.outputs.scans, self.measures, strict=True)}
         if self.outputs.ridge_FN is None:

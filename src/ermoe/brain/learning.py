@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ermoe.brain.ages import AgeBins, AgeHead, AgeRegression
 from ermoe.brain.batches import ScanSet, every_scan
@@ -22,13 +23,14 @@ from ermoe.brain.data.phantom import synthesize
 from ermoe.brain.data.scans import Scan, ScanError
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
-from ermoe.brain.likeness import signs_of
+from ermoe.brain.likeness import SIGNS_NAME, signs_of
 from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.model import BrainAgeModel
+from ermoe.brain.own_ridges import OwnRidges
 from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, BrainRecipe, reduction
 from ermoe.brain.regions import point_prototypes
 from ermoe.brain.results import MIDDLE
-from ermoe.brain.ridge import Ridge, left_out
+from ermoe.brain.ridge import Ridge
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.errors import UserError
@@ -85,7 +87,7 @@ def looked_at(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
     rows = []
     for scan in scans:
         try:
-            rows.append(signs_of(volumes.volume(scan), volumes.preprocessing.spacing_mm))
+            rows.append(volumes.kept(scan, SIGNS_NAME, partial(signs_of, spacing_mm=volumes.preprocessing.spacing_mm)))
         except ScanError:
             raise
         except UserError as problem:
@@ -93,17 +95,20 @@ def looked_at(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
     return np.array(rows)
 
 
-def residuals(ridge: Ridge, measure_NF: Double, scans: Sequence[Scan], learners: Sequence[bool]) -> dict[str, float]:
-    """What a network is to learn of each scan: the age minus what a ridge says without having seen it, around `MIDDLE`.
+def residuals(
+    ridge: Ridge, own: OwnRidges, measure_NF: Double, scans: Sequence[Scan], learners: Sequence[bool]
+) -> dict[str, float]:
+    """What a network is to learn of each scan: the age minus what ridges say without having seen it, around `MIDDLE`.
 
-    ``learners`` are those the ridge was fitted on; ridges fitted without them predict them, since its own residuals are
-    too small, and a network that learnt those would believe too little.
+    ``learners`` are those the ridges were fitted on; ridges fitted without them predict them, since their own residuals
+    are too small, and a network that learnt those would believe too little.
     """
-    learner_N, people = np.array(learners), [scan.participant_id for scan in scans]
+    learner_N = np.array(learners)
     age_N = np.array([np.nan if scan.age is None else scan.age for scan in scans])
-    said_N = ridge.ages(measure_NF)
-    taught = [who for who, is_one in zip(people, learners, strict=True) if is_one]
-    said_N[learner_N] = left_out(measure_NF[learner_N], age_N[learner_N], taught, ridge.strength)
+    said_N = ridge.ages(measure_NF) + own.added(ridge, measure_NF, scans)
+    said_N[learner_N] = own.left_out(
+        ridge, measure_NF[learner_N], [s for s, o in zip(scans, learners, strict=True) if o]
+    )
     told_N = MIDDLE + age_N - said_N
     return {scan.key: float(value) for scan, value in zip(scans, told_N, strict=True)}
 
@@ -173,8 +178,8 @@ def _learn_phantoms(recipe: BrainRecipe, head: AgeHead, folder: Path, archive: A
     if recipe.has_ridge:
         measure_NF, people = looked_at(whole.cache, scans)[:, : len(MEASURES)], [scan.participant_id for scan in scans]
         ridge = Ridge.fit(measure_NF, whole.ages().numpy(), people)
-        whole = replace(whole, told=residuals(ridge, measure_NF, scans, [True] * len(scans)))
-    network = start(recipe, head, "random", archive, compute, whole.ages())
+        whole = replace(whole, told=residuals(ridge, OwnRidges(), measure_NF, scans, [True] * len(scans)))
+    network = start(recipe, head, "random", archive, compute, whole)
     if recipe.has_experts and recipe.warm_start_epochs:
         regions = Lesson(network, head, replace(whole, regions=True))
         network = learn_regions(recipe, regions, folder / "warm-start", compute)
@@ -194,14 +199,14 @@ def start(
     init: str,
     archive: Archive,
     compute: Compute,
-    age_N: Tensor,
+    training: ScanSet,
     *,
     strangers: Sequence[str] = (),
 ) -> nn.Module:
     """A network to begin with: "random", "phantom", or a fold of another model that has not learnt from ``strangers``.
 
-    One that has learnt nothing yet answers with the ages ``age_N`` it will learn from: what is left to find is how
-    people differ from the usual age, and the less it finds, the nearer to that it stays.
+    One that has learnt nothing yet answers with the ages of ``training``: what is left to find is how people differ
+    from the usual age, and the less it finds, the nearer to that it stays.
     """
     if init == "phantom":
         return learn_phantoms(recipe, head, archive, compute)
@@ -209,10 +214,10 @@ def start(
     if init == "random":
         with torch.no_grad():
             network.head.weight.zero_()
-            network.head.bias.copy_(head.prior(age_N))
+            network.head.bias.copy_(head.prior(training.ages()))
         return network
     other = BrainAgeModel.load(init)
     if (other.head, other.input, other.preprocessing) != (head, recipe.input, recipe.preprocessing):
         raise UserError(f"{init} reads ages or scans in another way: use the same head, bins, input and grid as it")
-    load_state(network, other.networks[other.fold_without(strangers)].state_dict(), source=init)
+    load_state(network, other.networks[other.fold_without(strangers)].state_dict(), path=init)
     return network

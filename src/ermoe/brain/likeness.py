@@ -43,6 +43,8 @@ SIGNS = (
 """The measures; shares of the whole brain; brightness of grey between fluid and white; width of a tissue's brightness;
 brighter inside than at the surface; correlation and overlap with the template, and how
 much better it is upright; proportions of the mask."""
+SIGNS_NAME = "signs1"
+"""Of the files that keep them; another one whenever the signs of a scan change."""
 _BOUNDS = {
     "template_r": (0.05, 1.0),
     "template_overlap": (0.80, 1.0),

@@ -12,7 +12,7 @@ size of the brain. Three steps keep scanners out of them:
    out of every share, and the others count from deeper still.
 
 What each step is worth was judged by how well shares follow those of a segmentation over fifty people of IXI; what else
-was looked at meanwhile: docs/brain-age.md.
+was looked at meanwhile: docs/explanation/brain-age.md.
 
 Letters: N voxels of the brain, M = 3 tissues: wm, gm, csf, K bins of the histogram.
 """

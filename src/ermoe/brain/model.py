@@ -29,6 +29,7 @@ from ermoe.brain.harmonise import site_of, without_offsets
 from ermoe.brain.inputs import network_input, voxels
 from ermoe.brain.likeness import Likeness, signs_of
 from ermoe.brain.measures import MEASURES, Double
+from ermoe.brain.own_ridges import OwnRidges, group_of
 from ermoe.brain.recalibration import Recalibration
 from ermoe.brain.results import MIDDLE, Blend
 from ermoe.brain.ridge import Ridge
@@ -65,6 +66,7 @@ class BrainAgeModel:
         temperature: τ of intervals, fitted to held-out people.
         facts: for the model card: how many people, from where, with which result.
         ridges: the linear estimate of each fold, by its name, to which networks add; none where they learnt ages.
+        own_ridges: those of the scanners that were in training, by fold.
         recalibration: of people of another site, None unless `ermoe brain recalibrate` made the model.
         likeness: what the training scans are like, None in models that did not ask.
         blend: how much networks are believed, and how wide intervals are, for new people.
@@ -84,6 +86,7 @@ class BrainAgeModel:
     temperature: float
     facts: Mapping[str, Any]
     ridges: Mapping[str, Ridge] = field(default_factory=dict)
+    own_ridges: Mapping[str, OwnRidges] = field(default_factory=dict)
     likeness: Likeness | None = None
     recalibration: Recalibration | None = None
     blend: Blend = field(default_factory=Blend)
@@ -107,6 +110,13 @@ class BrainAgeModel:
         parts = self.parts_of(participant_id)
         unseen = [name for name, part in parts.items() if part == "test"]
         return unseen or self.folds, len(unseen) < len(parts)
+
+    def worth(self, fold: str, participant_id: str) -> float:
+        """How much of what a fold's network says of a person is believed, 0 to 1: all where networks learnt ages."""
+        if not self.ridges:
+            return 1.0
+        is_tested = "test" in self.parts_of(participant_id).values()
+        return (self.blend_of_fold[fold] if is_tested else self.blend).worth
 
     def fold_without(self, people: Sequence[str]) -> str:
         """The first fold whose network has learnt from none of these people; `UserError` if there is none."""
@@ -153,42 +163,40 @@ class BrainAgeModel:
         write_json(folder / DESCRIPTION, description)
 
     @classmethod
-    def load(cls, place: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
+    def load(cls, model: str | os.PathLike[str], device: torch.device | str = "cpu") -> BrainAgeModel:
         """From a model folder, or from the run folder it lies in."""
-        run = RunFolder(Path(place))
+        run = RunFolder(Path(model))
         folder = run.final if run.config.is_file() else run.folder
-        source = folder / DESCRIPTION
-        stored = _read(source)
+        path = folder / DESCRIPTION
+        stored = _read(path)
         folds = stored.pop("folds", None)
         if not isinstance(folds, list) or not folds or not all(map(is_plain_name, folds)):
-            raise UserError(f"{source} names no folds in this folder: {_AGAIN}")
+            raise UserError(f"{path} names no folds in this folder: {_AGAIN}")
         is_linear = stored.get("ridges") and not any((folder / name).is_dir() for name in folds)
         networks = {} if is_linear else {name: load(folder / name, device=device).eval() for name in folds}
         try:
-            return cls._described(stored, networks, folds, str(source))
+            return cls._described(stored, networks, folds, str(path))
         except UserError:
             raise
         except Exception as problem:  # whatever its parts make of values that they did not expect
-            raise UserError(f"{source} is damaged ({type(problem).__name__}: {problem}); {_AGAIN}") from problem
+            raise UserError(f"{path} is damaged ({type(problem).__name__}: {problem}); {_AGAIN}") from problem
 
     @classmethod
-    def _described(
-        cls, stored: Json, networks: Mapping[str, nn.Module], folds: list[str], source: str
-    ) -> BrainAgeModel:
+    def _described(cls, stored: Json, networks: Mapping[str, nn.Module], folds: list[str], where: str) -> BrainAgeModel:
         """The model of a description and its networks."""
         for name in ("format", "ermoe_version"):
             del stored[name]
-        stored["head"] = stored_head(stored["head"], source=source)
+        stored["head"] = stored_head(stored["head"], where=where)
         stored["calibration"] = _with_lines(stored["calibration"])
         stored["calibration_of_fold"] = {fold: _with_lines(own) for fold, own in stored["calibration_of_fold"].items()}
-        model = from_json(cls, {**stored, "networks": networks}, source=source)
+        model = from_json(cls, {**stored, "networks": networks}, where=where)
         outputs = {name: int(getattr(network, "num_classes", 0)) for name, network in networks.items()}
         if odd := [name for name, number in outputs.items() if number != model.head.num_outputs]:
-            raise UserError(f"{source} reads {model.head.num_outputs} outputs, and {odd[0]} has others: {_AGAIN}")
+            raise UserError(f"{where} reads {model.head.num_outputs} outputs, and {odd[0]} has others: {_AGAIN}")
         if any(len(parts) != len(folds) for parts in model.parts.values()):
-            raise UserError(f"{source} lists people without a part in each of its {len(folds)} folds: {_AGAIN}")
+            raise UserError(f"{where} lists people without a part in each of its {len(folds)} folds: {_AGAIN}")
         if model.folds != folds or (model.ridges and set(model.blend_of_fold) != set(folds)):
-            raise UserError(f"{source} has no ridge for each of its {len(folds)} folds: {_AGAIN}")
+            raise UserError(f"{where} has no ridge for each of its {len(folds)} folds: {_AGAIN}")
         return model
 
 
@@ -232,7 +240,7 @@ class Prediction:
     brain_age: float = math.nan
     """Raw: the mean over folds."""
     brain_age_ridge: float = math.nan
-    """By the ridge alone."""
+    """By ridges alone."""
     brain_age_low: float = math.nan
     brain_age_high: float = math.nan
     """Limits of the 90 % interval."""
@@ -291,7 +299,7 @@ def predict(
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
-    _say_unknown_sites(model, scans)
+    _say_sites(model, scans)
     # one scan at a time needs no loader
     volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
     for scan, volume in zip(scans, volumes, strict=True):
@@ -308,8 +316,16 @@ def predict(
         yield row
 
 
-def _say_unknown_sites(model: BrainAgeModel, scans: Sequence[Scan]) -> None:
-    """That a model which was harmonised does nothing for sites it has not met."""
+def _say_sites(model: BrainAgeModel, scans: Sequence[Scan]) -> None:
+    """Which scanners get a ridge of their own, and that harmonising does nothing for sites it has not met."""
+    for ridges in list(model.own_ridges.values())[:1]:
+        groups = {group_of(scan, ridges.columns) for scan in scans}
+        if own := sorted(str(group) for group in groups & set(ridges.own)):
+            _log.warning(
+                "%s %s: in training, so the ridge of its own counts; --no-own-ridges if this is another scanner",
+                ", ".join(ridges.columns),
+                "; ".join(own[:5]),
+            )
     if column := model.facts.get("harmonise"):
         known = {site for ridge in model.ridges.values() for site in ridge.offsets}
         unknown = sorted({str(site_of(scan, column)) for scan in scans} - known)
@@ -376,11 +392,16 @@ def _blended(
         torch.tensor([float(take(model.ridges[fold], measure_of[fold])[0]) for fold in folds])
         for take in (Ridge.ages, Ridge.width)
     )
+    own = [model.own_ridges.get(fold, OwnRidges()) for fold in folds]
+    for number, fold in enumerate(folds):
+        ridge_F[number] += float(own[number].added(model.ridges[fold], measure_of[fold], [scan])[0])
+    is_stranger = not any(ridges.knows(scan) for ridges in own)
     age_F = ridge_F.clone()
-    if model.networks and any(own.worth for own in blends):
-        added_F = torch.stack([model.head.age(own)[0] for own in _by_networks(model, volume, folds)]) - MIDDLE
-        age_F += torch.tensor([own.worth for own in blends]) * added_F
-    reach = float((torch.tensor([own.spread for own in blends]) * width_F).mean())
+    if model.networks and any(one.worth for one in blends):
+        added_F = torch.stack([model.head.age(one)[0] for one in _by_networks(model, volume, folds)]) - MIDDLE
+        age_F += torch.tensor([one.worth for one in blends]) * added_F
+    spread_F = torch.tensor([one.reach(is_stranger=is_stranger) for one in blends])
+    reach = float((spread_F * width_F).mean())
     reach *= 1.0 if model.likeness is None else model.likeness.widening(sign_S)
     age = float(age_F.mean())
     return _Answer(age_F, age - reach, age + reach, float(ridge_F.mean()))
@@ -404,7 +425,7 @@ def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
         answer = _alone(model, volume, folds)
     raw = answer.age
     if not math.isfinite(raw):
-        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain doctor`")
+        raise UserError(f"{scan.key}: the network's answer is no number; look at the scan with `ermoe brain check`")
     youngest, oldest = model.age_range
     known_age = raw if scan.age is None else scan.age
     return Prediction.of(

@@ -29,10 +29,10 @@ class Predictor:
     workers: int = 0
 
     @classmethod
-    def at(cls, place: Path, cache: Path | None, compute: Compute) -> Predictor:
+    def at(cls, folder: Path, cache: Path | None, compute: Compute) -> Predictor:
         """The model in a folder; what is prepared is kept in ``cache``, by default among the user's caches."""
-        model = BrainAgeModel.load(place, compute.device)
-        return cls(model, place, Archive.at(cache).volumes(model.preprocessing), compute.workers)
+        model = BrainAgeModel.load(folder, compute.device)
+        return cls(model, folder, Archive.at(cache).volumes(model.preprocessing), compute.workers)
 
     def rows(self, scans: Sequence[Scan]) -> Iterator[Prediction]:
         """Of every scan, as it is ready."""
@@ -48,12 +48,12 @@ class Predictor:
         write_table(folder / _TABLE, [asdict(row) for row in rows])
         return self._report(folder, scans, rows, command) if with_pages else folder / _TABLE
 
-    def one_by_one(self, folder: Path, scans: Sequence[Scan], *, source: Path) -> Iterator[Prediction]:
+    def one_by_one(self, folder: Path, scans: Sequence[Scan], *, data: Path) -> Iterator[Prediction]:
         """A folder with a table for every session, and a page for every scan."""
         from ermoe.brain.reporting.derivative import write_table
         from ermoe.brain.reporting.people import Judged, page_of_scan
 
-        self._describe(folder, len(scans), source)
+        self._describe(folder, len(scans), data)
         for scan, row in zip(scans, self.rows(scans), strict=True):
             write_table(_table_of(folder, scan), [asdict(row)])
             if not row.problem:
@@ -61,7 +61,7 @@ class Predictor:
                 page_of_scan(folder, self.model, one, _read(self.cache, scan))
             yield row
 
-    def gather(self, folder: Path, scans: Sequence[Scan], command: str, *, source: Path) -> Path:
+    def gather(self, folder: Path, scans: Sequence[Scan], command: str, *, data: Path) -> Path:
         """What `one_by_one` wrote of these scans, in one table and one report; returns the path of the report."""
         from ermoe.brain.reporting.derivative import write_table
         from ermoe.brain.reporting.methods import paragraph
@@ -70,16 +70,16 @@ class Predictor:
         if not done:
             raise UserError(f"{folder} holds no predictions of these people: run the level participant first")
         rows = [_stored(_table_of(folder, scan)) for scan in done]
-        self._describe(folder, len(rows), source)
+        self._describe(folder, len(rows), data)
         write_table(folder / _TABLE, [asdict(row) for row in rows])
         write_text(folder / "logs" / "CITATION.md", paragraph(self.model, command) + "\n")
         return self._report(folder, done, rows, command)
 
-    def _describe(self, folder: Path, number: int, source: Path | None = None) -> None:
+    def _describe(self, folder: Path, number: int, data: Path | None = None) -> None:
         from ermoe.brain.reporting.derivative import describe
 
         readme = f"Predictions of {number} scans by the model {self.place.name}, in {_TABLE}."
-        describe(folder, name="Brain age predictions", source=None if source is None else str(source), readme=readme)
+        describe(folder, name="Brain age predictions", data=None if data is None else str(data), readme=readme)
 
     def _report(self, folder: Path, scans: Sequence[Scan], rows: Sequence[Prediction], command: str) -> Path:
         from ermoe.brain.reporting.people import Judged, report_of_people

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from ermoe.brain.data.scans import Preprocessing
-from ermoe.errors import UserError
+from ermoe.errors import UserError, unknown_name
 from ermoe.train.settings import FROM_SCRATCH, STEADY_BASES, Training, changed
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class BrainRecipe:
         augmentation: of volumes, None for none.
         harmonise: site, or the name of a column such as batch: what it adds to measures is taken off, fitted in each
             fold; nothing is applied to a site that was not in training.
+        own_ridges: auto, a ridge for each site, scanner or batch of the table beside the ridge over all, believed as
+            far as its training people say; none; or the column that sorts scans.
         head: bins, soft labels; bins-cut, the same without renormalising them at the ends, as SFCN's authors;
             bins-l1, cross-entropy plus absolute error; regression, absolute error.
         ages: range of the bins in years, the same for every cohort, so that one model can start from another; None
@@ -125,7 +128,7 @@ class BrainRecipe:
         phantoms: what ``init="phantom"`` learns from.
     """
 
-    method: Method
+    method: Annotated[Method, tyro.conf.Suppress]
     size: Annotated[Mapping[str, Any], tyro.conf.Suppress]
     sparsity: Annotated[Mapping[str, Any], tyro.conf.Suppress]
     training: Training
@@ -136,6 +139,7 @@ class BrainRecipe:
     )
     learns: Literal["residual", "age"] = "residual"
     harmonise: str | None = None
+    own_ridges: str = "auto"
     head: HeadKind = "bins"
     ages: Annotated[tuple[float, float] | None, tyro.conf.Suppress] = (0.0, 100.0)
     step: float = 1.0
@@ -217,9 +221,9 @@ _EIGHT_EXPERTS: dict[str, Any] = {**FROM_SCRATCH, "num_experts": 8, "top_k": 2, 
 def small(method: Method) -> BrainRecipe:
     """For two cores and a few dozen people: 252 cubes of 32 mm, width 64, depth 4, experts in blocks 1 and 3.
 
-    Run: ``ermoe brain train BIDS``. Few and small steps, from the usual age: with so few people, a network that goes
-    further learns them by heart. The head reads the mean of the cubes, which learns within far fewer steps than a class
-    token. What other settings gave: docs/brain-age.md.
+    Run: ``ermoe brain train small-ermoe BIDS``. Few and small steps, from the usual age: with so few people, a network
+    that goes further learns them by heart. The head reads the mean of the cubes, which learns within far fewer steps
+    than a class token. What other settings gave: docs/maintainers.md.
     """
     return BrainRecipe(
         method,
@@ -253,7 +257,7 @@ def small(method: Method) -> BrainRecipe:
 def paper(method: Method) -> BrainRecipe:
     """The paper's recipe: 16³ cubes, 8 experts of which 3 have a tissue, T = 0.5, no offsets, class token, 300 epochs.
 
-    Run: ``ermoe brain train BIDS --preset paper`` with a GPU. The paper does not print the transformer's size; this is
+    Run: ``ermoe brain train paper-ermoe BIDS`` with a GPU. The paper does not print the transformer's size; this is
     ViT-B's, with the ranks of the image model. Batch 100, 1e-4 × batch / 256, 5 epochs of warm-up, λ = 5e-5.
     """
     return BrainRecipe(
@@ -290,16 +294,33 @@ def tiny(method: Method) -> BrainRecipe:
     )  # fmt: skip
 
 
-PRESETS: dict[str, Callable[[Method], BrainRecipe]] = {"small": small, "paper": paper, "tiny": tiny}
+FAMILIES: dict[str, Callable[[Method], BrainRecipe]] = {"small": small, "paper": paper, "tiny": tiny}
+PRESETS: dict[str, Callable[[], BrainRecipe]] = {
+    f"{family}-{method}": partial(make, method) for family, make in FAMILIES.items() for method in METHODS
+}
+ABOUT_METHODS: dict[str, str] = {
+    "ermoe": "experts choose by prototypes (Alg. 2)",
+    "ermoe-context": "experts choose by the context score of Eq. 5",
+    "vit3d": "the same transformer without experts",
+    "swin3d": "Swin transformer",
+    "sfcn": "SFCN, a convolutional network",
+    "ridge": "the linear estimate alone, without a network",
+}
 
 
-def recipe(preset: str, method: str = "ermoe", **changes: Any) -> BrainRecipe:
-    """The recipe of a preset for a method; ``changes`` are fields of `BrainRecipe` or of its `Training`.
+def recipe(preset: str, method: str | None = None, **changes: Any) -> BrainRecipe:
+    """The recipe of a preset, FAMILY-METHOD; ``changes`` are fields of `BrainRecipe` or of its `Training`.
 
-    >>> recipe("small", "vit3d", epochs=3, head="regression").training.epochs
+    A family alone is its "ermoe", or what ``method`` says.
+
+    >>> recipe("small-vit3d", epochs=3, head="regression").training.epochs
     3
+    >>> recipe("small", "vit3d") == recipe("small-vit3d")
+    True
     """
-    if preset not in PRESETS:
-        raise UserError(f"there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
-    chosen = PRESETS[preset](cast(Method, method))
-    return changed(chosen, changes)
+    if method is not None and method not in METHODS:
+        raise UserError(f"there is no method {method!r}: use one of {', '.join(METHODS)}")
+    name = f"{preset}-{method or 'ermoe'}" if preset in FAMILIES else preset
+    if name not in PRESETS:
+        raise unknown_name("preset", preset, PRESETS, listed_by="ermoe brain presets")
+    return changed(PRESETS[name](), changes)

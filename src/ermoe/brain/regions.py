@@ -127,7 +127,7 @@ def point_prototypes(model: nn.Module, loader: Loader[VolumeBatch]) -> None:
     psi = {name: layer.score.psi for name, layer in layers.items() if isinstance(layer.score, PrototypeScore)}
     sums = {name: torch.zeros_like(psi_Er[:NUM_REGIONS]) for name, psi_Er in psi.items()}
     model.eval()
-    for (batch,) in loader.epoch():
+    for batch in loader:
         assert batch.region_B is not None
         with forced(model, batch.region_B), _entering(layers) as seen:
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
@@ -210,7 +210,7 @@ def _scored(model: nn.Module, loader: Loader[VolumeBatch]) -> Iterator[tuple[Vol
     model.eval()
     layer.observers.append(routings.append)
     try:
-        for (batch,) in loader.epoch():
+        for batch in loader:
             model(as_model(model, batch.input_BCXYZ), batch.mask_BXYZ)
             routing, num_groups = routings.pop(), len(batch.age_B)
             assert routing.score_TE is not None

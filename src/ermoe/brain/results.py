@@ -42,8 +42,8 @@ _Basis = Sequence[tuple[int, NDArray[np.int64]]]
 class Outputs:
     """Raw outputs of every fold's network for every scan, whatever part the scan has in that fold.
 
-    ``ridge_FN`` are the ages that the folds' ridges predict and ``width_FN`` how widely their errors are spread; None
-    where networks learnt ages by themselves.
+    ``ridge_FN`` are the ages that the folds' ridges predict, own ridges included, ``over_all_FN`` those without them,
+    and ``width_FN`` how widely their errors are spread; None where networks learnt ages by themselves.
     """
 
     scans: Sequence[Scan]
@@ -52,11 +52,12 @@ class Outputs:
     output_FNK: Tensor
     ridge_FN: Tensor | None = None
     width_FN: Tensor | None = None
+    over_all_FN: Tensor | None = None
 
     def save(self, path: Path) -> None:
         """One file; the scans are known by their keys."""
         with replacing(path) as draft:
-            tensors = {name: getattr(self, name) for name in ("output_FNK", "ridge_FN", "width_FN")}
+            tensors = {name: getattr(self, name) for name in ("output_FNK", "ridge_FN", "over_all_FN", "width_FN")}
             known = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
             save_file(known, draft, metadata={"keys": "\n".join(self.keys)})
 
@@ -99,6 +100,12 @@ class Outputs:
         """Predictions of one fold's ridge."""
         assert self.ridge_FN is not None
         return self.ridge_FN[fold, torch.from_numpy(rows)].double().numpy()
+
+    def over_all(self, fold: int, rows: NDArray[np.int64]) -> Array:
+        """The same without what the ridges of people's own scanners add."""
+        if self.over_all_FN is None:
+            return self.by_ridge(fold, rows)
+        return self.over_all_FN[fold, torch.from_numpy(rows)].double().numpy()
 
     def added(self, fold: int, rows: NDArray[np.int64]) -> Array:
         """Years that one fold's network would add to the ridge."""
@@ -143,21 +150,28 @@ class Blend:
         worth: share of what the network adds that is believed, 0 to 1.
         spread: years; 90 % of the ages lie within spread · width of their predictions. NaN if nobody says.
         num_people: how many said so.
+        spread_of_strangers: the same without ridges of scanners' own, for people of other scanners; None if it is as
+            wide.
     """
 
     worth: float = 0.0
     spread: float = float("nan")
     num_people: int = 0
+    spread_of_strangers: float | None = None
+
+    def reach(self, *, is_stranger: bool) -> float:
+        """Half the width of an interval at a width of 1."""
+        return self.spread if self.spread_of_strangers is None or not is_stranger else self.spread_of_strangers
 
 
-def network_worth(added_N: Array, error_N: Array) -> float:
-    """How much of what a network adds is to be believed, by how well it foretells the errors of the ridge.
+def worth_of(added_N: Array, error_N: Array) -> float:
+    """How much of what is added to an estimate is to be believed, 0 to 1, by how well it foretells the errors without.
 
     The slope b of error = b · added, shrunk by (1 − (1.645 / t)²) where t is b in standard errors: nothing where chance
     would do as well, nearly b where it is certain, and in between no jump.
 
     >>> added = np.array([2.0, -1.0, 3.0, -2.0, 1.0, -3.0])
-    >>> network_worth(added, added * 0.8) > 0.75, network_worth(added, -added), network_worth(0 * added, added)
+    >>> worth_of(added, added * 0.8) > 0.75, worth_of(added, -added), worth_of(0 * added, added)
     (True, 0.0, 0.0)
     """
     power = float(added_N @ added_N)
@@ -173,15 +187,21 @@ def blend(outputs: Outputs, basis: _Basis) -> Blend:
     """What certain people say of the predictions they got."""
     if outputs.ridge_FN is None or not (number := sum(len(rows) for _, rows in basis)):
         return Blend()
-    age_N = np.concatenate([outputs.ages_of(rows) for _, rows in basis])
-    ridge_N, added_N, width_N = (
-        np.concatenate([take(fold, rows) for fold, rows in basis])
-        for take in (outputs.by_ridge, outputs.added, outputs.width)
-    )
-    worth = network_worth(added_N, age_N - ridge_N)
-    error_N = np.sort(np.abs(age_N - ridge_N - worth * added_N) / width_N)
+    added, error = [], []
+    for fold, rows in basis:
+        added.append(outputs.added(fold, rows))
+        error.append(outputs.ages_of(rows) - outputs.by_ridge(fold, rows))
+    added_N, width_N = np.concatenate(added), np.concatenate([outputs.width(fold, rows) for fold, rows in basis])
+    # A whole site may be a few years off, and so may a network there: people must agree with it among themselves too.
+    among = (np.concatenate([years - years.mean() for years in own if len(years)]) for own in (added, error))
+    worth = min(worth_of(added_N, np.concatenate(error)), worth_of(*among))
+    rest_N = np.concatenate(error) - worth * added_N
     rank = min(number, int(np.ceil((number + 1) * _LEVEL)))  # of so many, as conformal prediction counts
-    return Blend(worth, float(error_N[rank - 1]), number)
+    spread = float(np.sort(np.abs(rest_N) / width_N)[rank - 1])
+    if outputs.over_all_FN is None:
+        return Blend(worth, spread, number)
+    own_N = np.concatenate([outputs.by_ridge(fold, rows) - outputs.over_all(fold, rows) for fold, rows in basis])
+    return Blend(worth, spread, number, float(np.sort(np.abs(rest_N + own_N) / width_N)[rank - 1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,17 @@ class Ridge:
 
 
 def left_out(measure_NF: Double, age_N: Double, people: Sequence[str], strength: float) -> Double:
-    """Ages of everybody by ridges that were fitted without them, people in five parts, (N,).
+    """Ages of everybody by ridges that were fitted without them, people in five parts, (N,)."""
+    part_N = parts(age_N, people)
+    found_N = np.empty(len(age_N))
+    for part in np.unique(part_N):
+        rest_N = part_N != part
+        found_N[~rest_N] = Ridge.with_strength(measure_NF[rest_N], age_N[rest_N], strength).ages(measure_NF[~rest_N])
+    return found_N
+
+
+def parts(age_N: Double, people: Sequence[str]) -> NDArray[np.int64]:
+    """The part of each scan, (N,), all scans of a person in one of five.
 
     Neighbours in age go to different parts, so that the parts are alike and nothing depends on the order of scans.
     """
@@ -98,9 +108,4 @@ def left_out(measure_NF: Double, age_N: Double, people: Sequence[str], strength:
         first_age[who] = min(age, first_age.get(who, age))
     line = sorted(first_age, key=lambda who: (first_age[who], who))
     part_of = {who: place % min(_NUM_PARTS, len(line)) for place, who in enumerate(line)}
-    part_N = np.array([part_of[who] for who in people])
-    found_N = np.empty(len(age_N))
-    for part in set(part_of.values()):
-        rest_N = part_N != part
-        found_N[~rest_N] = Ridge.with_strength(measure_NF[rest_N], age_N[rest_N], strength).ages(measure_NF[~rest_N])
-    return found_N
+    return np.array([part_of[who] for who in people])

@@ -30,6 +30,7 @@ from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.metrics import figures
 from ermoe.brain.model import DESCRIPTION, BrainAgeModel, hashed_id
 from ermoe.brain.outlook import Outlook
+from ermoe.brain.own_ridges import OwnRidges, scanner_columns
 from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.results import OUTPUTS, Outputs, for_known_people, for_new_people, held_out
 from ermoe.brain.ridge import Ridge
@@ -148,6 +149,7 @@ class _Learnt:
     outputs: Outputs
     networks: Mapping[str, torch.nn.Module]
     ridges: Mapping[str, Ridge]
+    own_ridges: Mapping[str, OwnRidges]
     likeness: Likeness
     mask_sources: tuple[str, ...]
 
@@ -168,14 +170,16 @@ def _learn_all(
     everybody = ScanSet(volumes, scans, chosen.input)
     sign_NS = looked_at(volumes, scans)
     measure_NF = sign_NS[:, : len(MEASURES)] if chosen.has_ridge else None
-    ridges, networks, outputs, ages, widths = {}, {}, [], [], []
+    ridges, own_ridges, networks, outputs, linear = {}, {}, {}, [], []
     outlook = Outlook(compute, splits.num_folds, 2 if _is_warm(chosen, init, scans) else 1)
     for fold, name in enumerate(splits.fold_names):
         own = _Fold(chosen, head, everybody, splits, fold, init)
         if measure_NF is not None:
-            ridges[name], own_NF, told = own.linear(measure_NF)
-            ages.append(ridges[name].ages(own_NF))
-            widths.append(ridges[name].width(own_NF))
+            ridges[name], own_ridges[name], own_NF = own.linear(measure_NF)
+            over_all_N, width_N = ridges[name].ages(own_NF), ridges[name].width(own_NF)
+            added_N = own_ridges[name].added(ridges[name], own_NF, scans)
+            linear.append((over_all_N + added_N, over_all_N, width_N))
+            told = residuals(ridges[name], own_ridges[name], own_NF, scans, own.learners())
             own = replace(own, everybody=replace(everybody, told=told))
         if chosen.has_network:
             networks[name] = _learn_fold(own, run.folder / "folds" / name, archive, compute, outlook)
@@ -183,8 +187,10 @@ def _learn_all(
     output_FNK = torch.stack(outputs) if outputs else torch.zeros(splits.num_folds, len(scans), 0)
     results = Outputs(scans, splits, head, output_FNK)
     if measure_NF is not None:
-        results = replace(results, ridge_FN=torch.tensor(np.array(ages)), width_FN=torch.tensor(np.array(widths)))
-    return _Learnt(results, networks, ridges, Likeness.fit(sign_NS), mask_sources)
+        ridge_FN, over_all_FN, width_FN = torch.tensor(np.array(linear)).unbind(1)
+        differs = any(own.own for own in own_ridges.values())
+        results = replace(results, ridge_FN=ridge_FN, over_all_FN=over_all_FN if differs else None, width_FN=width_FN)
+    return _Learnt(results, networks, ridges, own_ridges, Likeness.fit(sign_NS), mask_sources)
 
 
 def _as_begun(run: RunFolder, chosen: BrainRecipe) -> BrainRecipe:
@@ -192,6 +198,7 @@ def _as_begun(run: RunFolder, chosen: BrainRecipe) -> BrainRecipe:
     if not run.config.is_file():
         return chosen
     begun = read_object(run.config, "choose another folder, or remove this one").get("recipe") or {}
+    chosen = chosen if "own_ridges" in begun else replace(chosen, own_ridges="none")
     return chosen if "learns" in begun else replace(chosen, learns="age", ages=None)
 
 
@@ -237,10 +244,13 @@ class _Fold:
         recipe = self.recipe
         return replace(plain, augmentation=recipe.augmentation, seed=recipe.training.seed, variants=recipe.variants)
 
-    def linear(self, measure_NF: Double) -> tuple[Ridge, Double, dict[str, float]]:
-        """The ridge of the training people, the measures it reads, and what it leaves to be learnt of everybody."""
-        scans = self.everybody.scans
-        is_learner_N = [self.splits.part_of(scan.participant_id, self.number) == "train" for scan in scans]
+    def learners(self) -> list[bool]:
+        """Which scans are learnt from."""
+        return [self.splits.part_of(scan.participant_id, self.number) == "train" for scan in self.everybody.scans]
+
+    def linear(self, measure_NF: Double) -> tuple[Ridge, OwnRidges, Double]:
+        """The ridge of the training people, those of their scanners, and the measures that they read."""
+        scans, is_learner_N = self.everybody.scans, self.learners()
         train = [scan for scan, is_one in zip(scans, is_learner_N, strict=True) if is_one]
         people, ages = [scan.participant_id for scan in train], [scan.age for scan in train]
         column, offsets = self.recipe.harmonise, {}
@@ -248,8 +258,9 @@ class _Fold:
             offsets = fit_offsets(measure_NF[is_learner_N], train, column)
             measure_NF = without_offsets(measure_NF, [site_of(scan, column) for scan in scans], offsets)
         ridge = Ridge.fit(measure_NF[is_learner_N], np.array(ages, dtype=np.float64), people)
-        ridge = replace(ridge, offsets=offsets)
-        return ridge, measure_NF, residuals(ridge, measure_NF, scans, is_learner_N)
+        columns = scanner_columns(scans, self.recipe.own_ridges)
+        own = OwnRidges.fit(ridge, measure_NF[is_learner_N], train, columns)
+        return replace(ridge, offsets=offsets), own, measure_NF
 
     @property
     def has_tissue(self) -> bool:
@@ -275,7 +286,7 @@ def _learn_fold(fold: _Fold, folder: Path, archive: Archive, compute: Compute, o
         tested = {scan.participant_id for scan in fold.splits.select(fold.everybody.scans, fold.number, "test")}
         outlook.fold(fold.number, name, len({scan.participant_id for scan in training.scans}), len(tested))
         strangers = _held_out_people(fold.everybody.scans, fold.splits, fold.number)
-        network = start(chosen, head, fold.init, archive, compute, training.ages(), strangers=strangers)
+        network = start(chosen, head, fold.init, archive, compute, training, strangers=strangers)
     wants_warm = bool(chosen.has_experts and chosen.warm_start_epochs and fold.init == "random")
     is_warm = wants_warm and fold.has_tissue
     if is_warm and not is_done:
@@ -388,6 +399,7 @@ def _model(learnt: _Learnt, chosen: BrainRecipe, calibration_fit: str, data: str
         temperature=new.temperature,
         facts=facts,
         ridges=learnt.ridges,
+        own_ridges=learnt.own_ridges,
         likeness=learnt.likeness,
         blend=new.blend,
         blend_of_fold={fold: own.blend for fold, own in known.items()},

@@ -27,11 +27,11 @@ class Export:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A folder that ermoe.save wrote, or a repository of the Hugging Face hub (owner/name)."""
+    """A run folder, a model folder, or a repository of the Hugging Face hub."""
     to: Literal["onnx", "torch"] = "onnx"
     """Format of the file."""
     out: Path | None = None
-    """The file; by default model.onnx or model.pt2 in the model's folder."""
+    """The file, or a folder for model.onnx or model.pt2; by default the model's own folder."""
     image_size: int | None = None
     """Edge of the images in pixels; by default the model's own."""
     path: Literal["every-expert", "sparse", "capacity"] = "every-expert"
@@ -42,12 +42,14 @@ class Export:
     """One image at a time, instead of any number."""
 
     def __call__(self, console: Console) -> None:
-        out = self._target()
         from ermoe.models.export import export
         from ermoe.models.io import load
+        from ermoe.train.run_folder import model_folder
 
+        model = model_folder(self.model)
+        out = self._target(Path(model))
         exported = export(
-            load(self.model),
+            load(model),
             out,
             image_size=self.image_size,
             path=self.path,
@@ -56,11 +58,11 @@ class Export:
         )
         say(console, f"{exported.file}: outputs differ from the model's by {exported.difference:.1e} of their size")
 
-    def _target(self) -> Path:
+    def _target(self, model: Path) -> Path:
         suffix = _SUFFIX[self.to]
-        if self.out is None:
-            folder = Path(self.model)
-            return (folder if folder.is_dir() else Path(".")) / f"model{suffix}"
-        if self.out.suffix != suffix:
-            raise UserError(f"--out {self.out}: a file for --to {self.to} ends in {suffix}")
-        return self.out
+        out = self.out or (model if model.is_dir() else Path("."))
+        if out.suffix == suffix:
+            return out
+        if out.suffix in _SUFFIX.values():
+            raise UserError(f"--out {out}: a file for --to {self.to} ends in {suffix}")
+        return out / f"model{suffix}"

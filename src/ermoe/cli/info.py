@@ -26,7 +26,7 @@ class Info:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET|FOLDER")]
-    """A preset, or a folder that ermoe.save wrote."""
+    """A preset, a run folder, or a model folder."""
     cluster: str | None = None
     """Hosts and devices of each, such as 16x8."""
     images: int = 32
@@ -51,8 +51,9 @@ class Info:
             return
         from ermoe.models.count import count
         from ermoe.models.io import weightless
+        from ermoe.train.run_folder import model_folder
 
-        _show(self.model, count(weightless(self.model)), console)
+        _show(self.model, count(weightless(model_folder(self.model))), console)
 
 
 def _show_preset(name: str, console: Console) -> None:
@@ -70,10 +71,11 @@ def _show_cluster(info: Info, console: Console) -> None:
     from ermoe.models import layouts, presets
     from ermoe.models.io import weightless
     from ermoe.studies.tables import Table
+    from ermoe.train.run_folder import model_folder
 
     hosts, devices = _hosts_and_devices(info.cluster or "")
     is_folder = Path(info.model).is_dir()
-    model = weightless(info.model) if is_folder else presets.preset(info.model).build(device="meta")
+    model = weightless(model_folder(info.model)) if is_folder else presets.preset(info.model).build(device="meta")
     size = layouts.size_of(model)
     parts = ("tokens", "routing columns", "parameters, twice", "gradients")
     rows = []
@@ -83,7 +85,7 @@ def _show_cluster(info: Info, console: Console) -> None:
         seconds = layouts.seconds(needed, layout, hosts, devices, network=1e9 * info.network, link=1e9 * info.link)
         among = f" {layout.expert_processes}" if layout.parallel.endswith("ep") else ""
         sent = [f"{needed.sent[part] / 1e9:.2f}" if part in needed.sent else "–" for part in parts]
-        fits = f"{left:.1f}" if left > 0 else "too little"
+        fits = f"{left:.1f}" if left > 0 else "none"
         rows.append([layout.parallel + among, f"{needed.memory / 1e9:.1f}", fits, *sent, f"{1e3 * seconds:.0f}"])
     millions = presets.millions
     console.print(
@@ -91,12 +93,12 @@ def _show_cluster(info: Info, console: Console) -> None:
         f"{hosts * devices} devices of {info.memory:g} GB, {info.images} images of {size.tokens} tokens on each; "
         "float32, AdamW, even routing"
     )
-    header = ["parallel", "GB held", "GB left", "sent: tokens", "columns", "parameters", "gradients", "ms"]
+    header = ["parallel", "GB held", "GB left", "tokens", "columns", "weights", "gradients", "ms"]
     console.print(Table(header, rows).terminal())
     console.print(
-        "Held: parameters, gradients and moments, and what is gathered for a block; left: for activations. Sent: GB of "
-        "a device in a step; ms: on the slower link, if nothing is hidden behind computing. The number beside ep is "
-        "--expert-processes."
+        "Held: parameters, gradients and moments, and what is gathered for a block; left: for activations. Tokens, "
+        "routing columns, weights and gradients: GB that a device sends in a step; ms: on the slower link, if nothing "
+        "is hidden behind computing. The number beside ep is --expert-processes."
     )
 
 
@@ -123,15 +125,15 @@ def _sizes(name: str, counted: Count) -> list[list[str]]:
     from ermoe.models import presets
 
     paper = presets.PAPER.get(name)
-    flops, total, active, work, routing = counted.flops, "–", "–", "–", "–"
+    own, total, active, work, routing = counted.multiply_adds, "–", "–", "–", "–"
     if paper is not None:
         total, active, work = f"{paper.total:.1f} M", f"{paper.active:.1f} M", f"{paper.multiply_adds:.1f} G"
         routing = f"{paper.routing:.2f} G" if paper.routing else "–"
     return [
         ["parameters", presets.millions(counted.total_parameters), total],
         ["active for a token", presets.millions(counted.active_parameters), active],
-        ["multiply-adds per image", presets.multiply_adds(flops.total), work],
-        ["  of which routing", presets.multiply_adds(flops.routing), routing],
+        ["multiply-adds per image", presets.multiply_adds(own.total), work],
+        ["  of which routing", presets.multiply_adds(own.routing), routing],
     ]
 
 
@@ -139,11 +141,18 @@ def _show_ways(ways: list[Way], console: Console) -> None:
     from ermoe.models.presets import millions, multiply_adds
     from ermoe.studies.tables import Table
 
-    header = ["8 experts, 2 a token", "parameters", "experts", "of V-MoE's", "routing, context", "parity with dense"]
-    rows, v_moe = [], ways[-1].count.flops.experts
+    header = [
+        "8 experts, 2 a token",
+        "parameters",
+        "experts: multiply-adds",
+        "of V-MoE's",
+        "routing, context",
+        "parity",
+    ]
+    rows, v_moe = [], ways[-1].count.multiply_adds.experts
     for way in ways:
-        flops, size = way.count.flops, millions(way.count.total_parameters)
-        experts = flops.experts + flops.shared_expert
+        work, size = way.count.multiply_adds, millions(way.count.total_parameters)
+        experts = work.experts + work.shared_expert
         ours = [multiply_adds(experts), f"{experts / v_moe:.2f} ×"]
-        rows.append([way.name, size, *ours, multiply_adds(flops.routing + flops.context), way.parity])
+        rows.append([way.name, size, *ours, multiply_adds(work.routing + work.context), way.parity])
     console.print(Table(header, rows).terminal())

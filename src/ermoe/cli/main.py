@@ -1,19 +1,20 @@
 """The ``ermoe`` command: finds the command, runs it, and turns what went wrong into one sentence.
 
-Nothing here imports torch, so that help appears at once. A command is a dataclass of its options, a mapping of such
-dataclasses, or a function of what was typed; options are read with tyro before anything heavy is imported.
+Nothing here imports torch, so that help appears at once. A command is a dataclass of its options, or a mapping of such
+dataclasses; options are read with tyro before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from ermoe import cpu
+from ermoe import console, cpu
 from ermoe._version import __version__
-from ermoe.console import Terminal, parse_command, run_command
+from ermoe.cli.spelling import refuse_old_spelling
+from ermoe.console import Command, Terminal, parse_command, run_command
 from ermoe.errors import UserError, harmless, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -21,14 +22,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "studies.demo:Demo",
         "start here: a ViT learns digits, becomes sparse, then faster, and shows its routes",
     ),
-    "image": ("cli.main:run_image", "train, evaluate, probe and use image classifiers; check image data sets"),
+    "image": (
+        "studies.image_command:COMMANDS",
+        "train, evaluate, probe and use image classifiers; check image data sets",
+    ),
     "upcycle": ("images.conversion:Upcycle", "make a dense ViT sparse: exactly, or with experts for groups of tokens"),
     "slim": ("images.conversion:Slim", "make a dense ViT sparse and faster, within a budget of operations"),
-    "brain": ("brain.commands:run", "brain age from T1 scans: check, train, report, predict; research use only"),
-    "inspect": ("explorer.commands:run", "see how the experts of one or more models are used, in one HTML file"),
+    "brain": ("brain.commands:COMMANDS", "brain age from T1 scans: check, train, report, predict; research use only"),
+    "inspect": ("explorer.commands:Inspect", "see how the experts of one or more models are used, in one HTML file"),
     "explore": ("explorer.commands:Explore", "play with models in the browser: photographs, experts, thresholds"),
     "retrieve": (
-        "retrieval.commands:run",
+        "retrieval.commands:COMMANDS",
         "find images by words and captions by images: train, evaluate, index, search",
     ),
     "info": ("cli.info:Info", "what a model costs, part by part, beside what the paper prints"),
@@ -45,6 +49,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name → (module:attribute within ermoe, what it does in one line)."""
 
+_EXTRAS = dict.fromkeys(("nibabel", "nilearn", "monai", "einops", "pandas"), "brain")
+"""Packages that not every installation has, and the extra that brings them."""
 INTERRUPTED = 130
 MISTAKEN = 2
 
@@ -53,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line; returns the exit code: 0, 2 for a mistake a person can mend, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(argv)
+        return run(argv)
     except UserError as mistake:
         print(f"ermoe: {mistake}", file=sys.stderr)
         return MISTAKEN
@@ -67,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _dispatch(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
+    """The same, but mistakes are raised."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -75,29 +82,40 @@ def _dispatch(argv: list[str]) -> int:
     if name in ("-V", "--version", "version"):
         print(f"ermoe {__version__}")
         return 0
+    refuse_old_spelling(argv)
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     if not {"-h", "--help"} & set(rest):
         _limit_cpu()
-    place, purpose = COMMANDS[name]
-    module, attribute = place.split(":")
-    command = getattr(import_module(f"ermoe.{module}"), attribute)
-    if isinstance(command, Mapping):
-        run_command(command, rest, prog=f"ermoe {name}", description=purpose)
-    elif isinstance(command, type):
-        parse_command(command, rest, prog=f"ermoe {name}")(Terminal())
-    else:
-        command(rest)
+    try:
+        command = command_named(name)
+        if isinstance(command, Mapping):
+            purpose = COMMANDS[name][1]
+            run_command(command, rest, prog=f"ermoe {name}", description=purpose[0].upper() + purpose[1:] + ".")
+        else:
+            parse_command(command, rest, prog=f"ermoe {name}")(Terminal())
+    except ModuleNotFoundError as missing:
+        if missing.name not in _EXTRAS:
+            raise
+        raise UserError(f'{missing.name} is missing: pip install "ermoe[{_EXTRAS[missing.name]}]"') from missing
     return 0
 
 
-def run_image(argv: list[str]) -> None:
-    """``ermoe image``: the commands of image classification, and the study that compares its presets."""
-    from ermoe.images import commands
-    from ermoe.studies.image_command import Comparison
+def command_named(name: str) -> type[Command] | Mapping[str, type[Command]]:
+    """The dataclass of a command's options, or those of the commands below it."""
+    module, attribute = COMMANDS[name][0].split(":")
+    found: type[Command] | Mapping[str, type[Command]] = getattr(import_module(f"ermoe.{module}"), attribute)
+    return found
 
-    description = "Train, evaluate, probe and use image classifiers."
-    run_command({**commands.COMMANDS, "study": Comparison}, argv, prog="ermoe image", description=description)
+
+def every_command() -> Iterator[tuple[str, type[Command]]]:
+    """Every command with its options, by what is typed to run it."""
+    for name in COMMANDS:
+        command = command_named(name)
+        if isinstance(command, Mapping):
+            yield from ((f"{name} {below}", kind) for below, kind in command.items())
+        else:
+            yield name, command
 
 
 def _limit_cpu() -> None:
@@ -109,15 +127,11 @@ def _limit_cpu() -> None:
 
 def usage() -> str:
     """What ``ermoe`` alone prints."""
-    width = max(len(name) for name in COMMANDS)
-    commands = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items())
-    return f"""Mixtures of experts that route by their own eigenbasis, without a gate or a balancing loss.
-
-usage: ermoe COMMAND [OPTIONS]
-
-{commands}
-
-  ermoe COMMAND --help   the options of a command
-  ermoe --version        the version
-
-In Python: model = ermoe.upcycle(dense_model) makes a ViT sparse; ermoe.record_routing(model) shows how it routes."""
+    return console.usage(
+        "ermoe",
+        "Mixtures of experts that route by their own eigenbasis, without a gate or a balancing loss.",
+        {name: purpose for name, (_, purpose) in COMMANDS.items()},
+        ending="\n  ermoe --version        the version\n\n"
+        "In Python: model = ermoe.upcycle(dense_model) makes a ViT sparse; ermoe.record_routing(model) shows how it "
+        "routes.",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -20,7 +20,7 @@ class Push:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A folder that ermoe.save wrote, or that of a run."""
+    """A run folder, or a model folder."""
     repo: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OWNER/NAME")]
     """The repository; it is made if there is none."""
     license: str | None = None
@@ -35,8 +35,8 @@ class Push:
     """A paragraph in your own words."""
     tags: tuple[str, ...] = ()
     """Words by which the hub finds it, besides ermoe."""
-    private: bool | None = None
-    """Whether only its owner sees a new repository; by default as the owner's account has it."""
+    visibility: Literal["public", "private"] | None = None
+    """Who sees a new repository, everybody or its owner; by default as the owner's account has it."""
 
     def __call__(self, console: Console) -> None:
         figures = dict(_figure(text) for text in self.figures)
@@ -52,7 +52,7 @@ class Push:
             base_model=self.base_model,
             about=self.about,
             tags=self.tags,
-            private=self.private,
+            private=None if self.visibility is None else self.visibility == "private",
         )
         say(console, f'{address}\nermoe.load("{self.repo}") gives it back')
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.progress import track
-from scipy.special import betaincinv
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -135,6 +134,8 @@ class Transform:
 
         Pairs stay together however a batch is shared out, so mixing does not depend on the number of processes.
         """
+        from scipy.special import betaincinv  # slow to import, and nothing else needs it
+
         if len(index_B) % 2:
             raise UserError(f"images are mixed in pairs, and a process got {len(index_B)}: use an even batch size")
         recipe, side = self.augmentation, self.size

@@ -1,7 +1,7 @@
 """From the bytes of an image file to a tensor of red, green and blue bytes, whatever the file's own colour model.
 
-What becomes of the unusual ones is a promise (docs/data.md): 16-bit grey is scaled to 8 bits, palettes and CMYK are
-converted, transparent pixels show white, and the orientation that a camera noted is applied.
+What becomes of the unusual ones is a promise (docs/how-to/own-images.md): 16-bit grey is scaled to 8 bits, palettes
+and CMYK are converted, transparent pixels show white, and the orientation that a camera noted is applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 LARGEST_IMAGE = 2**28
 """Bytes of an image file."""
 _MOST_PIXELS = 2**26  # of which a few bytes can declare any number
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # PIL's own limit is higher
+# What PIL warns of is decoded or refused all the same; its own limit of pixels is higher.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode(data: bytes, name: str) -> Tensor:

@@ -53,6 +53,11 @@ class Images(ABC):
     def read(self, index: int) -> Tensor:
         """One image, uint8 (3, H, W). Raises `UserError` if it cannot be read."""
 
+    @property
+    def shard_of_each(self) -> NDArray[np.int64] | None:
+        """The number of the tar file that holds each image (N,); None for images that are not in such files."""
+        return None
+
     def class_counts(self) -> dict[str, int]:
         """How many images each class has."""
         counts = torch.bincount(self.label_N, minlength=len(self.classes)).tolist()
@@ -117,6 +122,11 @@ class _SomeImages(Images):
     images: Images
     index_N: NDArray[np.int64]
 
+    @property
+    def shard_of_each(self) -> NDArray[np.int64] | None:
+        whole_N = self.images.shard_of_each
+        return None if whole_N is None else whole_N[self.index_N]
+
     def name(self, index: int) -> str:
         return self.images.name(int(self.index_N[index]))
 
@@ -147,6 +157,16 @@ def _check_labels(summary: str, classes: list[str], label_N: Tensor) -> None:
             f"{summary}: image {first} has label {bad}, outside of the classes 0 to {len(classes) - 1}; the file is "
             "damaged or of another data set"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The most probable classes of one image, best first; of an image that cannot be read none, and the reason."""
+
+    image: str
+    classes: list[str]
+    probabilities: list[float]
+    problem: str | None = None
 
 
 def open_images(path: StrPath, split: str = "train") -> Images:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ermoe.data.decode import LARGEST_IMAGE, decode
 from ermoe.data.folders import SPLIT_NAMES, SUFFIXES
 from ermoe.data.images import Images
+from ermoe.data.shard_index import Rows, each, kept
 from ermoe.errors import UserError
 from ermoe.files import file_size, read_text
 
@@ -55,6 +56,10 @@ class ImagesInShards(Images):
     key_N: np.ndarray
     place_NP: np.ndarray
 
+    @property
+    def shard_of_each(self) -> np.ndarray:
+        return self.place_NP[:, 0]
+
     def name(self, index: int) -> str:
         return f"{self.key_N[index].decode(errors='backslashreplace')} in {self.shards[self.place_NP[index, 0]]}"
 
@@ -63,14 +68,14 @@ class ImagesInShards(Images):
         return decode(read_part(self.shards[shard], start, size), self.name(index))
 
 
-def find(place: Path, names: Mapping[str, tuple[str, ...]] = SPLIT_NAMES) -> dict[str, list[Path]]:
-    """By split, the tar files of which the name, or that of their folder in ``place``, has the split as a word.
+def find(data: Path, names: Mapping[str, tuple[str, ...]] = SPLIT_NAMES) -> dict[str, list[Path]]:
+    """By split, the tar files of which the name, or that of their folder in ``data``, has the split as a word.
 
     Of a split's names the first one that occurs is taken. Other tar files are somebody's archives, not shards.
     """
     found: dict[str, list[Path]] = {}
     known = {name for own in names.values() for name in own}
-    for path in sorted(place.glob("[!.]*")) if place.is_dir() else [place]:
+    for path in sorted(data.glob("[!.]*")) if data.is_dir() else [data]:
         word = next((word for word in re.findall("[a-z]+", path.name.lower()) if word in known), None)
         if word is not None:
             files = sorted(path.glob("[!.]*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
@@ -79,15 +84,15 @@ def find(place: Path, names: Mapping[str, tuple[str, ...]] = SPLIT_NAMES) -> dic
     return {split: files for split, files in chosen.items() if files}
 
 
-def read(place: Path, shards: Mapping[str, list[Path]], split: str) -> ImagesInShards:
-    """One split of what `find` found in ``place``."""
-    chosen = _of_split(place, shards, split)
-    indices = [_indexed(shard) for shard in chosen]
+def read(data: Path, shards: Mapping[str, list[Path]], split: str) -> ImagesInShards:
+    """One split of what `find` found in ``data``."""
+    chosen = _of_split(data, shards, split)
+    indices = each(chosen, _indexed)
     place_NP = np.concatenate(
         [np.insert(index.place_N2, 0, number, axis=1) for number, index in enumerate(indices)], dtype=np.int64
     )
-    classes = _classes(place, shards)
-    summary = f"{len(chosen)} shards in {place}, {split}: {len(place_NP):,} images, {len(classes)} classes"
+    classes = _classes(data, shards)
+    summary = f"{len(chosen)} shards in {data}, {split}: {len(place_NP):,} images, {len(classes)} classes"
     return ImagesInShards(
         chosen, np.concatenate([index.key_N for index in indices]), place_NP, summary=summary, split=split,
         classes=classes, label_N=torch.from_numpy(np.concatenate([index.label_N for index in indices])),
@@ -129,6 +134,16 @@ def pairs(shard: Path, suffix: str) -> list[Pair]:
             "away if it is no shard"
         )
     return [Pair(key, *place, beside[key]) for key, place in images.items()]
+
+
+def kept_pairs(shard: Path, suffix: str) -> list[Pair]:
+    """`pairs`, from the index that is kept of a shard, if there is one."""
+
+    def rows() -> Rows:
+        return [[pair.key, pair.start, pair.size, pair.beside.decode("latin-1")] for pair in pairs(shard, suffix)]
+
+    found = kept(shard, f"pairs with {suffix}", rows, (str, int, int, str))
+    return [Pair(key, start, size, beside.encode("latin-1")) for key, start, size, beside in found]
 
 
 def _members(tar: tarfile.TarFile, shard: Path, whole: int) -> Iterator[tarfile.TarInfo]:
@@ -175,7 +190,7 @@ def _indexed(shard: Path) -> _Index:
 
 @cache
 def _index(shard: Path, size: int, changed: int) -> _Index:
-    found = pairs(shard, "cls")
+    found = kept_pairs(shard, "cls")
     return _Index(
         np.array([os.fsencode(pair.key) for pair in found], np.bytes_),
         np.array([_label(pair, shard) for pair in found], np.int64),
@@ -190,21 +205,21 @@ def _label(pair: Pair, shard: Path) -> int:
     return int(text)
 
 
-def _of_split(place: Path, shards: Mapping[str, list[Path]], split: str) -> list[Path]:
+def _of_split(data: Path, shards: Mapping[str, list[Path]], split: str) -> list[Path]:
     if split not in shards:
         raise UserError(
-            f"{place} has shards, but none for {split}: their names or folders must have the word "
+            f"{data} has shards, but none for {split}: their names or folders must have the word "
             f"{' or '.join(SPLIT_NAMES[split])}"
         )
     return shards[split]
 
 
-def _classes(place: Path, shards: Mapping[str, list[Path]]) -> list[str]:
+def _classes(data: Path, shards: Mapping[str, list[Path]]) -> list[str]:
     """Names from classes.txt, one a line; without it, as many numbers as the training labels need."""
-    names = (place if place.is_dir() else place.parent) / "classes.txt"
+    names = (data if data.is_dir() else data.parent) / "classes.txt"
     if names.is_file():
         return [line for line in read_text(names).splitlines() if line.strip()]
-    label_N = np.concatenate([_indexed(shard).label_N for shard in _of_split(place, shards, "train")])
+    label_N = np.concatenate([index.label_N for index in each(_of_split(data, shards, "train"), _indexed)])
     if (last := int(label_N.max(initial=0))) >= _MOST_CLASSES:
-        raise UserError(f"{place} has the class number {last:,}: number classes from 0, or name them in classes.txt")
+        raise UserError(f"{data} has the class number {last:,}: number classes from 0, or name them in classes.txt")
     return [str(label) for label in range(last + 1)]

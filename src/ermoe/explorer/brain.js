@@ -1,20 +1,21 @@
 // Brains: three slices through the chosen cube, an overlay by cube, and the age without hidden cubes.
 import { $, alertOf, ask, bytes, element, floats, percent, post, save, say, swatch, themed } from "./ask.js";
+import { GAP, HEAD, sheet, writeHead, writeLegend } from "./draw.js";
 
 const TISSUES = { wm: ["white matter", "#f0e442"], gm: ["grey matter", "#cc79a7"], csf: ["fluid", "#56b4e9"] };
 const CUTS = [["sagittal", 0, 1, 2], ["coronal", 1, 0, 2], ["axial", 2, 0, 1]]; // name, axis through, axis across, axis up
 const state = { scan: 0, layer: 0, overlay: "experts", strength: 0.5, cube: [0, 0, 0], hidden: new Set() };
-let setup, brain = null, change = null, asking = 0, remembering = 0;
+let setup, brain = null, change = null, asking = 0, hiding = 0, remembering = 0;
 
 const numberOf = ([x, y, z]) => (x * brain.grid[1] + y) * brain.grid[2] + z;
-const years = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(2)} years`;
+const years = (value) => (Math.abs(value) < 0.005 ? "less than 0.01 years" : `${value > 0 ? "+" : "−"}${Math.abs(value).toFixed(2)} years`);
 
 const remember = () => {
   clearTimeout(remembering);
   remembering = setTimeout(() => history.replaceState(null, "", `#${view()}`), 120);
 };
 const view = () => new URLSearchParams({
-  scan: state.scan, layer: state.layer, overlay: state.overlay, cube: state.cube.join(","), hidden: [...state.hidden].join(","),
+  scan: state.scan, layer: state.layer, overlay: state.overlay, strength: state.strength, cube: state.cube.join(","), hidden: [...state.hidden].join(","),
 }).toString();
 
 // Colours of cubes
@@ -83,6 +84,7 @@ const drawSlice = (canvas, [name, through, across, up]) => {
 
 const draw = () => {
   if (!brain) return;
+  $("slices").style.gridTemplateColumns = CUTS.map(([, , across]) => `minmax(0, ${brain.shape[across]}fr)`).join(" "); // one scale for all
   document.querySelectorAll("#slices canvas").forEach((canvas, number) => drawSlice(canvas, CUTS[number]));
   $("layer-name").textContent = setup.layers[state.layer].name;
   ["x", "y", "z"].forEach((name, axis) => {
@@ -95,12 +97,16 @@ const draw = () => {
   drawTissues();
 };
 
-const drawLegend = () => {
-  const parts = state.overlay === "experts" ? setup.colours.slice(0, setup.layers[state.layer].experts).map((colour, e) => [colour, `expert ${e}`])
+const legendOf = () => {
+  return state.overlay === "experts" ? setup.colours.slice(0, setup.layers[state.layer].experts).map((colour, e) => [colour, `expert ${e}`])
     : state.overlay === "tissue" ? setup.tissues.map((name) => [TISSUES[name][1], TISSUES[name][0]])
       : state.overlay === "occlusion" ? [["#d55e00", "hidden, the brain looks older"], ["#0072b2", "younger"]] : [];
+};
+
+const drawLegend = () => {
+  const parts = legendOf();
   $("legend").replaceChildren(...parts.map(([colour, text]) => element("span", { class: "chip" }, swatch(colour), ` ${text}`)));
-  if (state.overlay === "occlusion") $("legend").append(change ? ` up to ${highest().toFixed(2)} years` : " every cube is hidden in turn …");
+  if (state.overlay === "occlusion") $("legend").append(!brain.worth ? " the ridge alone answers: no cube changes anything" : change ? ` up to ${highest().toFixed(2)} years` : " every cube is hidden in turn …");
 };
 
 const drawCube = () => {
@@ -124,7 +130,7 @@ const drawCube = () => {
 const drawTissues = () => {
   const head = element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "expert"), ...setup.tissues.map((name) => element("th", { scope: "col", class: "wide" }, TISSUES[name][0]))));
   const rows = brain.layers[state.layer].tissues.map(({ own, shuffled, sd }, e) => element("tr", {}, element("th", { scope: "row" }, swatch(setup.colours[e]), ` ${e}`),
-    ...own.map((value, t) => element("td", {}, own.some((v) => v) ? `${(100 * value).toFixed(0)} % (${(100 * shuffled[t]).toFixed(0)}±${(100 * sd[t]).toFixed(0)})` : "–"))));
+    ...own.map((value, t) => element("td", {}, own.some((v) => v) ? `${(100 * value).toFixed(0)}\u00a0% (${(100 * shuffled[t]).toFixed(0)}±${(100 * sd[t]).toFixed(0)})` : "–"))));
   $("tissues").replaceChildren(head, element("tbody", {}, ...rows));
 };
 
@@ -134,6 +140,7 @@ const open = async (scan, keeps = false) => {
   state.scan = scan;
   if (!keeps) state.hidden.clear();
   const ticket = ++asking;
+  hiding++; // what is still to come is of another scan
   change = null;
   for (const button of document.querySelectorAll("#scans button")) button.setAttribute("aria-pressed", String(Number(button.dataset.scan) === scan));
   say("Preparing the scan …");
@@ -141,9 +148,9 @@ const open = async (scan, keeps = false) => {
     const told = await post("brain", { scan });
     if (ticket !== asking) return;
     brain = { ...told, t1: bytes(told.t1), layers: told.layers.map((layer) => ({ ...layer, score: floats(layer.score), weight: floats(layer.weight) })) };
-    if (!keeps) state.cube = brain.grid.map((size) => Math.floor(size / 2));
+    state.cube = brain.grid.map((size, axis) => (keeps ? Math.min(state.cube[axis], size - 1) : Math.floor(size / 2)));
     $("age").textContent = `${brain.age.toFixed(1)} years`;
-    $("age-note").textContent = `${brain.known === null ? "" : `in truth ${brain.known.toFixed(1)}; `}experts of network ${brain.network}`;
+    $("age-note").textContent = `${brain.known === null ? "" : `in truth ${brain.known.toFixed(1)}; `}experts of network ${brain.network}${brain.worth < 1 ? `, which counts ${percent(brain.worth)} of what it adds to the ridge` : ""}`;
     say("");
     alertOf("");
     draw();
@@ -151,23 +158,38 @@ const open = async (scan, keeps = false) => {
     performance.mark("first picture");
     if (state.overlay === "occlusion") occlude();
     frame();
-  } catch (problem) { brain = null; say(""); alertOf(problem); }
+  } catch (problem) {
+    if (ticket !== asking) return;
+    clear();
+    alertOf(problem);
+  }
   remember();
 };
 
+// Nothing is known about the scan that was asked for.
+const clear = () => {
+  brain = null;
+  for (const canvas of document.querySelectorAll("#slices canvas")) canvas.width = canvas.height = 1;
+  for (const name of ["age", "age-note", "without", "said"]) $(name).textContent = "";
+  for (const name of ["scores", "tissues", "legend"]) $(name).replaceChildren();
+  say("");
+};
+
 const hide = async () => {
-  const ticket = asking, hidden = [...state.hidden].sort((a, b) => a - b);
+  if (!brain) return;
+  const ticket = ++hiding, hidden = [...state.hidden].sort((a, b) => a - b);
+  if (!brain.worth) { $("without").textContent = "The network is believed in nothing here, the ridge alone answers: hiding changes no age."; return; }
   if (!hidden.length) { $("without").textContent = "Nothing is hidden."; return; }
   try {
     const { age } = await post("hide", { scan: state.scan, cubes: hidden });
-    if (ticket !== asking || hidden.length !== state.hidden.size) return;
+    if (ticket !== hiding) return;
     $("without").textContent = `Without ${hidden.length === 1 ? "one cube" : `${hidden.length} cubes`}: ${age.toFixed(1)} years (${years(age - brain.age)}).`;
     alertOf("");
   } catch (problem) { alertOf(problem); }
 };
 
 const toggle = (number) => {
-  if (brain.tissue[number] < 0) return;
+  if (!(brain?.tissue[number] >= 0)) return;
   if (!state.hidden.delete(number)) state.hidden.add(number);
   draw();
   hide();
@@ -176,6 +198,7 @@ const toggle = (number) => {
 
 const occlude = async () => {
   const ticket = asking;
+  if (!brain?.worth) return;
   try {
     for (;;) {
       const told = await post("occlude", { scan: state.scan });
@@ -197,19 +220,30 @@ const frame = () => {
 
 const csv = () => {
   const experts = [...Array(setup.layers[state.layer].experts).keys()], layer = brain.layers[state.layer];
-  const rows = [["scan", "age", "layer", "x", "y", "z", "tissue", "expert", ...experts.map((e) => `score_${e}`), ...experts.map((e) => `weight_${e}`), "change_when_hidden"]];
+  const rows = [["scan", "age", "layer", "x", "y", "z", "tissue", "expert", ...experts.map((e) => `score_${e}`), ...experts.map((e) => `weight_${e}`), "hidden", "change_when_hidden"]];
   brain.tissue.forEach((tissue, cube) => {
     if (tissue < 0) return;
     const [, height, depth] = brain.grid, at = cube * experts.length;
     rows.push([setup.scans[state.scan].name.replace(/[",\n]/g, " "), brain.age, setup.layers[state.layer].name, Math.floor(cube / (height * depth)), Math.floor(cube / depth) % height, cube % depth,
-      setup.tissues[tissue], layer.expert[cube], ...experts.map((e) => Number(layer.score[at + e].toPrecision(9))), ...experts.map((e) => Number(layer.weight[at + e].toPrecision(9))), change?.[cube] ?? ""]);
+      setup.tissues[tissue], layer.expert[cube], ...experts.map((e) => Number(layer.score[at + e].toPrecision(9))), ...experts.map((e) => Number(layer.weight[at + e].toPrecision(9))), Number(state.hidden.has(cube)), change?.[cube] ?? ""]);
   });
   return rows.map((row) => row.join(",")).join("\r\n") + "\r\n";
 };
 
+const poster = () => {
+  const slices = [...document.querySelectorAll("#slices canvas")], legend = legendOf();
+  const width = slices.reduce((sum, canvas) => sum + canvas.width + GAP, -GAP), height = Math.max(...slices.map((canvas) => canvas.height));
+  const { canvas, context, laid } = sheet(width, height, width, [legend]);
+  const note = [`${brain.age.toFixed(1)} years`, ...(state.hidden.size ? [$("without").textContent] : [])].join("; ");
+  writeHead(context, `${setup.name} · ${setup.scans[state.scan].name} · ${setup.layers[state.layer].name}, ${state.overlay}`, note, GAP, width);
+  slices.reduce((left, slice) => { context.drawImage(slice, left, HEAD + height - slice.height); return left + slice.width + GAP; }, GAP);
+  writeLegend(context, legend, laid[0], GAP, HEAD + height + GAP);
+  return canvas;
+};
+
 const listen = () => {
   $("layer").addEventListener("input", () => { state.layer = Number($("layer").value); draw(); frame(); remember(); });
-  $("strength").addEventListener("input", () => { state.strength = $("strength").value / 100; draw(); });
+  $("strength").addEventListener("input", () => { state.strength = $("strength").value / 100; draw(); remember(); });
   $("overlay").addEventListener("change", (event) => {
     state.overlay = event.target.value;
     draw();
@@ -218,7 +252,7 @@ const listen = () => {
     remember();
   });
   ["x", "y", "z"].forEach((name, axis) => $(name).addEventListener("input", () => { state.cube[axis] = Number($(name).value); draw(); remember(); }));
-  $("hide").addEventListener("click", () => toggle(numberOf(state.cube)));
+  $("hide").addEventListener("click", () => brain && toggle(numberOf(state.cube)));
   $("show").addEventListener("click", () => { state.hidden.clear(); draw(); hide(); remember(); });
   $("turn").addEventListener("toggle", frame);
   document.querySelectorAll("#slices canvas").forEach((canvas, number) => canvas.addEventListener("click", (event) => {
@@ -237,15 +271,7 @@ const listen = () => {
     say(`The address holds all of this while the explorer runs; later: ${setup.command} --view '${view()}'`);
   });
   $("csv").addEventListener("click", () => brain && save(new Blob([csv()], { type: "text/csv" }), `ermoe-scan-${state.scan}.csv`));
-  $("png").addEventListener("click", () => {
-    const canvases = [...document.querySelectorAll("#slices canvas")], made = document.createElement("canvas");
-    made.width = canvases.reduce((sum, canvas) => sum + canvas.width + 12, 12);
-    made.height = Math.max(...canvases.map((canvas) => canvas.height)) + 24;
-    const context = made.getContext("2d");
-    context.fillRect(0, 0, made.width, made.height);
-    canvases.reduce((left, canvas) => { context.drawImage(canvas, left, 12); return left + canvas.width + 12; }, 12);
-    made.toBlob((blob) => save(blob, `ermoe-scan-${state.scan}-${state.overlay}.png`));
-  });
+  $("png").addEventListener("click", () => brain && poster().toBlob((blob) => save(blob, `ermoe-scan-${state.scan}-${state.overlay}.png`)));
   window.addEventListener("hashchange", apply);
 };
 
@@ -257,6 +283,8 @@ const apply = () => {
   document.querySelector(`[name="overlay"][value="${state.overlay}"]`).checked = true;
   $("layer").max = setup.layers.length - 1;
   $("layer").value = state.layer;
+  if (/^(0(\.\d{1,2})?|1)$/.test(asked.get("strength") ?? "")) state.strength = Number(asked.get("strength"));
+  $("strength").value = 100 * state.strength;
   const keeps = list("cube").length === 3;
   if (keeps) state.cube = list("cube");
   state.hidden = new Set(list("hidden"));

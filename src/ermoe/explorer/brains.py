@@ -26,7 +26,7 @@ from ermoe._version import __version__
 from ermoe.analysis.plots import expert_colours
 from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.estimation import in_voxels
-from ermoe.brain.model import BrainAgeModel
+from ermoe.brain.model import BrainAgeModel, predict
 from ermoe.errors import UserError
 from ermoe.explorer.cubes import Cubes, cubes_of, edge_of, grey, layers_of, tissue_sums
 from ermoe.explorer.inspection import short
@@ -40,10 +40,16 @@ _OVERLAYS = ("experts", "tissue", "occlusion")
 
 @dataclass(slots=True)
 class _Brain:
-    """One scan, ready: its cubes, its age, and what hiding each cube did so far."""
+    """One scan, ready: its cubes, its age, and what hiding each cube did so far.
+
+    ``whole_F`` is what the network of each fold that may judge says of the whole scan, ``worth_F`` how much of that is
+    believed.
+    """
 
     cubes: Cubes
     age: float
+    whole_F: Tensor
+    worth_F: Tensor
     change_S: Tensor
 
 
@@ -57,7 +63,9 @@ class Brains(Desk):
         self.name, self.model, self.scans, self.command = name, model, list(scans), command
         self.edge = edge_of(model)
         if not any(moe_layers(network) for network in model.networks.values()):
-            raise UserError(f"{name} has no mixture-of-experts layer to explore: train it with method ermoe")
+            raise UserError(
+                f"{name} has no mixture-of-experts layer to explore: train a preset with experts, such as small-ermoe"
+            )
         self._brains: OrderedDict[int, _Brain] = OrderedDict()
 
     @property
@@ -98,9 +106,7 @@ class Brains(Desk):
         if not isinstance(cubes, list) or len(cubes) > 10_000:
             raise UserError("cubes: need a list of their numbers")
         hidden = [whole_number(cube, "cubes") for cube in cubes]
-        return JSONResponse(
-            {"age": await self.compute(lambda: float(self._without(self._get(number).cubes, [hidden])[0]))}
-        )
+        return JSONResponse({"age": await self.compute(lambda: float(self._without(self._get(number), [hidden])[0]))})
 
     async def occlude(self, request: Request) -> Response:
         """Hides the next few cubes, one at a time; the page asks again until all are known."""
@@ -112,7 +118,7 @@ class Brains(Desk):
             open_S = real_S & brain.change_S.isnan()
             some = open_S.nonzero().flatten()[:_AT_ONCE].tolist()
             if some:
-                brain.change_S[some] = self._without(brain.cubes, [[cube] for cube in some]) - brain.age
+                brain.change_S[some] = self._without(brain, [[cube] for cube in some]) - brain.age
             change = [None if math.isnan(value) else value for value in brain.change_S.tolist()]
             return {
                 "done": int(real_S.sum() - open_S.sum()) + len(some),
@@ -147,12 +153,19 @@ class Brains(Desk):
 
     def _prepared(self, scan: Scan) -> _Brain:
         cubes = cubes_of(scan, self.model)
-        brain = _Brain(cubes, math.nan, torch.full((len(cubes.real_S),), math.nan))
-        brain.age = float(self._without(cubes, [[]])[0])
-        return brain
+        (row,) = predict(self.model, [scan], read=lambda _: cubes.volume)
+        if row.problem:
+            raise UserError(row.problem)
+        whole_F1 = self._said(cubes, torch.ones(1, len(cubes.real_S), dtype=torch.bool))
+        worth_F = torch.tensor([self.model.worth(fold, scan.participant_id) for fold in cubes.folds])
+        return _Brain(cubes, row.brain_age, whole_F1[:, 0], worth_F, torch.full((len(cubes.real_S),), math.nan))
 
-    def _without(self, cubes: Cubes, hidden: Sequence[Sequence[int]]) -> Tensor:
-        """Ages, one for each list of hidden cubes: no voxels, no mask, so nobody sees their tokens."""
+    def _without(self, brain: _Brain, hidden: Sequence[Sequence[int]]) -> Tensor:
+        """Ages, one for each list of hidden cubes: age + mean over folds of worth · (network without − network with).
+
+        A ridge measures the whole brain, whatever is hidden of the networks.
+        """
+        cubes = brain.cubes
         shown_BS = torch.ones(len(hidden), len(cubes.real_S), dtype=torch.bool)
         for row, own in enumerate(hidden):
             if any(cube >= len(cubes.real_S) for cube in own):
@@ -160,9 +173,14 @@ class Brains(Desk):
             shown_BS[row, list(own)] = False
         if not bool((shown_BS & cubes.real_S).any(1).all()):
             raise UserError("all of the brain is hidden: show some of it again")
+        change_FB = self._said(cubes, shown_BS) - brain.whole_F.unsqueeze(1)
+        return brain.age + (brain.worth_F.unsqueeze(1) * change_FB).mean(0)
+
+    def _said(self, cubes: Cubes, shown_BS: Tensor) -> Tensor:
+        """What each network says of the cubes that are shown, (F, B); others have no voxels, no mask, no token."""
         shown = in_voxels(shown_BS.view(-1, *cubes.grid), self.edge, cubes.mask_1xyz)
         output = self.model.outputs(cubes.input_1Cxyz * shown.unsqueeze(1), cubes.mask_1xyz & shown, cubes.folds)
-        return self.model.ages(output).float()
+        return torch.stack([self.model.head.age(output_BK).float() for output_BK in output])
 
     def _told(self, number: int, change: Change) -> dict[str, Any]:
         brain = self._get(number)
@@ -182,6 +200,7 @@ class Brains(Desk):
             "edge": self.model.patch_size,
             "age": brain.age,
             "known": cubes.scan.age,
+            "worth": float(brain.worth_F.mean()),
             "network": cubes.folds[0],
             "tissue": tissue_S.tolist(),
             "layers": layers,
@@ -232,13 +251,13 @@ def _packed(value: Tensor) -> str:
     return base64.b64encode(value.float().contiguous().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
-def open_brains(place: str, data: str | None, *, device: Any = "cpu", command: str = "") -> Brains:
+def open_brains(folder: str, data: str | None, *, device: Any = "cpu", command: str = "") -> Brains:
     """The explorer of a brain-age model and of scans: NIfTI files, folders, or BIDS roots."""
     from ermoe.brain.data.cohort import open_scans
 
     if data is None:
         raise UserError(
-            f"{place} tells the age of brains: name scans with --data, a BIDS root, a folder or a NIfTI file"
+            f"{folder} tells the age of brains: name scans with --data, a BIDS root, a folder or a NIfTI file"
         )
-    model = BrainAgeModel.load(place, device)
-    return Brains(Path(place).resolve().name, model, open_scans([data]).scans, command=command)
+    model = BrainAgeModel.load(folder, device)
+    return Brains(Path(folder).resolve().name, model, open_scans([data]).scans, command=command)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from ermoe.console import Terminal, parse_command, say
+from ermoe.console import say
 from ermoe.errors import UserError
 from ermoe.train.settings import Machine
 
@@ -46,7 +46,7 @@ class Inspect:
     """Run folders, model folders, or repositories of the Hugging Face hub; one index of ermoe retrieve; or one run of
     ermoe brain train."""
     data: str | None = None
-    """Images to route (their test split): a folder in any of the layouts of docs/data.md, or a name: digits,
+    """Images to route (their test split): a folder in a layout of docs/how-to/own-images.md, or a name: digits,
     fashion-mnist. For a brain model, scans: a BIDS root, a folder or a NIfTI file. An index has its own images."""
     captions: Path | None = None
     """Captioned images, as for ermoe retrieve: their captions describe the experts of an index."""
@@ -85,8 +85,8 @@ class Explore:
     """Run folders, model folders, or repositories of the Hugging Face hub; one index of ermoe retrieve, to search; or
     one run of ermoe brain train, to look at scans."""
     data: str | None = None
-    """Images for the gallery and the cards (their test split), as for ermoe inspect; two photographs by default. For a
-    brain model, scans: a BIDS root, a folder or a NIfTI file."""
+    """Images for the gallery and the cards (their test split), as for ermoe inspect, or a folder of photographs; two
+    photographs by default. For a brain model, scans: a BIDS root, a folder or a NIfTI file."""
     captions: Path | None = None
     """Captioned images, as for ermoe retrieve: their captions describe the experts of an index."""
     host: str = "127.0.0.1"
@@ -110,6 +110,7 @@ class Explore:
 
     def __call__(self, console: Console) -> None:
         import shlex
+        import threading
         import webbrowser
 
         import torch
@@ -133,11 +134,6 @@ class Explore:
         served = Served(explorer, host=self.host, port=self.port)
         address = served.url + (f"#{self.view.lstrip('#')}" if self.view else "")
         say(console, f"{explorer.summary}\n\n  {address}\n\nCtrl-C ends it.")
-        if self.browser:
-            webbrowser.open(address)
+        if self.browser:  # in a thread of its own, as browsers of the terminal stay until they are closed
+            threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
         served.run()
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    parse_command(Inspect, argv, prog="ermoe inspect")(Terminal())

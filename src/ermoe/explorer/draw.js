@@ -91,34 +91,64 @@ export const paintAttention = (canvas, image, alpha, grid, own) => {
   }
 };
 
-// All panels side by side with their titles, as a canvas.
-export const poster = (panels, title, legend) => {
-  const side = 672, gap = 24, head = 64, foot = 60;
-  const canvas = document.createElement("canvas");
-  canvas.width = panels.length * side + (panels.length + 1) * gap;
-  canvas.height = side + head + foot + gap;
-  const context = canvas.getContext("2d");
+// Pictures to take along
+
+const TITLED = "600 22px system-ui, sans-serif", PLAIN = "18px system-ui, sans-serif", INK = "#1c2230", LINE = 30;
+export const GAP = 24, HEAD = 92;
+
+// A white canvas with room for a head and for legends, [text, colour] of each entry, in columns of a width.
+export const sheet = (width, height, columns, legends) => {
+  const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+  context.font = PLAIN;
+  const laid = legends.map((legend) => laidOut(context, legend, columns));
+  canvas.width = width + 2 * GAP;
+  canvas.height = HEAD + height + GAP + LINE * Math.max(...laid.map(({ lines }) => lines)) + GAP;
   context.fillStyle = "#ffffff";
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.textBaseline = "middle";
-  panels.forEach(({ name, image, overlay, grey }, number) => {
-    const left = gap + number * (side + gap);
-    context.fillStyle = "#1c2230";
-    context.font = "600 22px system-ui, sans-serif";
-    context.fillText(`${name} · ${title}`, left, head / 2 + 6, side);
-    context.filter = grey ? "grayscale(1)" : "none";
-    context.drawImage(image, left, head, side, side);
-    context.filter = "none";
-    context.drawImage(overlay, left, head, side, side);
+  return { canvas, context, laid };
+};
+
+export const writeHead = (context, title, note, left, width) => {
+  context.fillStyle = INK;
+  context.font = TITLED;
+  context.fillText(title, left, 32, width);
+  context.font = PLAIN;
+  context.fillText(note, left, 64, width);
+};
+
+export const writeLegend = (context, legend, { places }, left, top) => legend.forEach(([text, colour], entry) => {
+  const x = left + places[entry][0], y = top + places[entry][1] * LINE;
+  context.fillStyle = colour;
+  context.fillRect(x, y, 18, 18);
+  context.fillStyle = INK;
+  context.fillText(text, x + 25, y + 10);
+});
+
+// Where the entries of a legend go: [left, line] of each, and the number of lines.
+const laidOut = (context, legend, width) => {
+  let left = 0, line = 0;
+  const places = legend.map(([text]) => {
+    const own = 25 + context.measureText(text).width + 22;
+    if (left > 0 && left + own > width) [left, line] = [0, line + 1];
+    left += own;
+    return [left - own, line];
   });
-  let left = gap;
-  context.font = "18px system-ui, sans-serif";
-  for (const [text, colour] of legend) {
-    context.fillStyle = colour;
-    context.fillRect(left, head + side + 22, 18, 18);
-    context.fillStyle = "#1c2230";
-    context.fillText(text, left + 25, head + side + 32);
-    left += 25 + context.measureText(text).width + 22;
-  }
+  return { places, lines: line + 1 };
+};
+
+// All panels side by side with their titles and legends, as a canvas.
+export const poster = (panels) => {
+  const side = 672;
+  const { canvas, context, laid } = sheet(panels.length * (side + GAP) - GAP, side, side, panels.map(({ legend }) => legend));
+  panels.forEach(({ title, note, image, overlay, grey, legend }, number) => {
+    const left = GAP + number * (side + GAP);
+    writeHead(context, title, note, left, side);
+    context.filter = grey ? "grayscale(1)" : "none";
+    context.drawImage(image, left, HEAD, side, side);
+    context.filter = "none";
+    context.drawImage(overlay, left, HEAD, side, side);
+    writeLegend(context, legend, laid[number], left, HEAD + side + GAP);
+  });
   return canvas;
 };

@@ -1,7 +1,7 @@
 // The explorer: what concerns all panels. They ask the server and draw what it says; the address holds the state.
-import { $, alertOf, ask, element, save, say, swatch, themed } from "./ask.js";
-import { FELL_BACK, HELD, poster, rampStyle } from "./draw.js";
-import { read, table, write } from "./link.js";
+import { $, alertOf, ask, element, percent, save, say, swatch, themed } from "./ask.js";
+import { FELL_BACK, HELD, poster, ramp, rampStyle } from "./draw.js";
+import { inUse, read, table, write } from "./link.js";
 import { page, Panel, state } from "./panel.js";
 
 let setup, panels = [], cardTimer = 0;
@@ -34,12 +34,22 @@ const remember = () => {
   remembering = setTimeout(() => history.replaceState(null, "", `#${write(state)}`), 120);
 };
 
+const scaled = () => (state.colour === "margin" ? "margin" : state.expert === null ? "best score" : `score of expert ${state.expert}`);
+
+// From which value to which the colours of a panel go: of each its own.
+const scaleOf = ({ scale, model }) => {
+  const whose = panels.length > 1 ? `${model.name}: ` : "";
+  if (!scale) return [element("span", {}, `${whose}this router has no scores.`)];
+  return [element("span", {}, `${whose}${scaled()} ${scale[0].toFixed(2)}`), element("span", { class: "ramp", style: `background:${rampStyle()}` }), element("span", {}, `${scale[1].toFixed(2)} `)];
+};
+
 const drawLegend = () => {
   const model = panels[0].model, legend = $("legend");
   const most = Math.max(...panels.map((panel) => panel.about.experts));
   if (state.colour === "fallback") {
-    const T = panels[0].T ?? panels[0].about.T;
-    legend.replaceChildren(...(T === null ? ["This router has no threshold."] : [swatch(FELL_BACK), `fell back: no score reaches T = ${T.toFixed(2)} `, swatch(HELD), "some score does"]));
+    const T = panels.map((panel) => inUse(panel.about, panel.own).T);
+    const said = [...new Set(T.map((own) => own?.toFixed(2) ?? "none"))].join(" / ");
+    legend.replaceChildren(...(T.every((own) => own === null) ? ["This router has no threshold."] : [swatch(FELL_BACK), `fell back: no score reaches T = ${said} `, swatch(HELD), "some score does"]));
     return;
   }
   if (legend.dataset.experts !== String(most)) {
@@ -47,11 +57,7 @@ const drawLegend = () => {
     legend.chips = [...Array(most).keys()].map((e) => element("button", { type: "button", onclick: () => choose(state.expert === e ? null : e, true) }, swatch(model.colours[e]), `expert ${e}`));
   }
   legend.chips.forEach((chip, e) => chip.setAttribute("aria-pressed", String(state.expert === e)));
-  const scale = panels[0].scale, parts = [...legend.chips];
-  if (scale) {
-    const what = state.colour === "margin" ? "margin" : state.expert === null ? "best score" : `score of expert ${state.expert}`;
-    parts.unshift(element("span", {}, `${what} ${scale[0].toFixed(2)}`), element("span", { class: "ramp", style: `background:${rampStyle()}` }), element("span", {}, `${scale[1].toFixed(2)} `));
-  } else if (state.colour !== "expert") parts.unshift(element("span", {}, "This router has no scores."));
+  const parts = [...(state.colour === "expert" ? [] : panels.flatMap(scaleOf)), ...legend.chips];
   if (parts.length !== legend.children.length || parts.some((part, n) => part !== legend.children[n])) {
     const focused = document.activeElement;
     legend.replaceChildren(...parts);
@@ -69,7 +75,7 @@ const choose = (expert, opens) => {
 const showCard = async (expert, moves = false) => {
   clearTimeout(cardTimer);
   const box = $("card");
-  if (expert === null) { box.hidden = true; return; }
+  if (expert === null || panels.every((panel) => expert >= panel.about.experts)) { box.hidden = true; return; }
   const asked = `${state.layer} ${expert} ${panels.map((panel) => panel.model.name)}`;
   try {
     const cards = await Promise.all(panels.filter((panel) => expert < panel.about.experts).map(async (panel) => {
@@ -117,10 +123,7 @@ const toLayer = (place) => {
 const open = (name) => {
   state.picture = name;
   for (const button of document.querySelectorAll("#gallery button")) button.setAttribute("aria-pressed", String(button.dataset.name === name));
-  for (const panel of panels) {
-    panel.show();
-    panel.look().then(pointAtKept);
-  }
+  for (const panel of panels) panel.look().then(pointAtKept);
   remember();
 };
 
@@ -137,10 +140,13 @@ const apply = (text) => {
   const names = setup.models.map((model) => model.name), asked = read(text, names);
   state.models = asked.models.length ? asked.models : [fresh(names[0])];
   const deepest = Math.max(...setup.models.map((model) => model.layers.length)) - 1;
-  Object.assign(state, { colour: asked.colour, numbers: asked.numbers, expert: asked.expert, token: asked.token });
+  Object.assign(state, { colour: asked.colour, strength: asked.strength, numbers: asked.numbers, token: asked.token });
+  const most = Math.max(...setup.models.flatMap((model) => model.layers.map((layer) => layer.experts)));
+  state.expert = asked.expert !== null && asked.expert < most ? asked.expert : null;
   build();
   document.querySelector(`[name="colour"][value="${state.colour}"]`).checked = true;
   $("numbers").checked = state.numbers;
+  $("strength").value = 100 * state.strength;
   $("other").value = state.models[1]?.name ?? "";
   toLayer(asked.layer ?? deepest);
   const first = document.querySelector("#gallery button")?.dataset.name ?? null;
@@ -203,11 +209,23 @@ const drawFound = () => {
 // Taking it along
 
 const fileName = (end) => `ermoe-${state.picture}-${panels[0].about.name.replaceAll(" ", "-")}-${state.colour}.${end}`;
-const csv = () => table(panels.filter((panel) => panel.seen), state.picture);
+const csv = () => table(panels.filter((panel) => panel.seen));
+
+const legendOf = ({ about, model, scale }) => {
+  if (state.colour === "expert") return [...Array(about.experts).keys()].map((e) => [String(e), model.colours[e]]);
+  if (state.colour === "fallback") return about.T === null ? [] : [["fell back", FELL_BACK], ["some score reaches T", HELD]];
+  return (scale ? [0, 0.2, 0.4, 0.6, 0.8, 1] : []).map((share) => [(scale[0] + share * (scale[1] - scale[0])).toFixed(3), ramp(share)]);
+};
+
+const pictured = (panel) => {
+  const [label, chance] = panel.seen.prediction[0] ?? ["", 0], what = { expert: state.expert === null ? "experts" : `expert ${state.expert}`, fallback: "fallback" }[state.colour] ?? scaled();
+  const note = [labelOf(state.picture), ...(label ? [`predicted ${label} (${percent(chance)})`] : []), ...panel.changes()].join("; ");
+  return { title: `${panel.model.name} · ${panel.about.name}, ${what}`, note, image: panel.image, overlay: panel.overlay, grey: state.strength >= 0.05, legend: legendOf(panel) };
+};
 
 const listen = () => {
   $("layer").addEventListener("input", () => toLayer(Number($("layer").value)));
-  $("strength").addEventListener("input", () => { state.strength = $("strength").value / 100; panels.forEach((panel) => panel.draw()); });
+  $("strength").addEventListener("input", () => { state.strength = $("strength").value / 100; panels.forEach((panel) => panel.draw()); remember(); });
   $("numbers").addEventListener("change", () => { state.numbers = $("numbers").checked; panels.forEach((panel) => panel.draw()); remember(); });
   $("colour").addEventListener("change", (event) => { state.colour = event.target.value; panels.forEach((panel) => panel.draw()); remember(); });
   $("other").addEventListener("change", () => {
@@ -234,11 +252,10 @@ const listen = () => {
     say(setup.command ? `The address holds all of this while the explorer runs; later: ${setup.command} --view '${view}'` : "The address holds all of this.");
   });
   $("png").addEventListener("click", () => {
-    const legend = state.colour === "expert" ? [...Array(panels[0].about.experts).keys()].map((e) => [String(e), panels[0].model.colours[e]]) : [];
-    const made = poster(panels.map((panel) => ({ name: panel.model.name, image: panel.image, overlay: panel.overlay, grey: state.strength >= 0.05 })), `${panels[0].about.name}, ${state.colour}`, legend);
-    made.toBlob((blob) => save(blob, fileName("png")));
+    const seen = panels.filter((panel) => panel.seen);
+    if (seen.length) poster(seen.map(pictured)).toBlob((blob) => save(blob, fileName("png")));
   });
-  $("csv").addEventListener("click", () => save(new Blob([csv()], { type: "text/csv" }), fileName("csv")));
+  $("csv").addEventListener("click", () => panels.some((panel) => panel.seen) && save(new Blob([csv()], { type: "text/csv" }), fileName("csv")));
   window.addEventListener("hashchange", () => apply(location.hash));
   window.addEventListener("resize", () => panels.forEach((panel) => panel.draw()));
 };

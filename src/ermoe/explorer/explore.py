@@ -12,15 +12,15 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from ermoe.data.images import Images, ImagesInMemory, open_images
+from ermoe.data.images import Images, ImagesInMemory
 from ermoe.errors import UserError, library
-from ermoe.explorer.pictures import Pictures, sample_pictures
+from ermoe.explorer.pictures import Pictures, open_pictures, sample_pictures
 from ermoe.explorer.places import is_brain_age, is_index, model_names
 from ermoe.explorer.search import open_search, tower
 from ermoe.explorer.serve import Served
 from ermoe.explorer.subject import Subject
 from ermoe.files import StrPath, read_text
-from ermoe.images.predict import class_names
+from ermoe.images.predicting import class_names
 from ermoe.images.run import transform_for
 from ermoe.models.backbones import known_family
 from ermoe.models.io import load
@@ -31,7 +31,7 @@ _IMAGENET = 1000
 
 
 def open_explorer(
-    places: Sequence[str],
+    models: Sequence[str],
     data: str | None = None,
     *,
     captions: StrPath | None = None,
@@ -43,25 +43,25 @@ def open_explorer(
 
     An index brings its model and its images along.
     """
-    if not places:
+    if not models:
         raise UserError("no model given: ermoe explore MODEL… --data DATA")
     server = _server()
     options: dict[str, Any] = {"card_images": card_images, "command": command}
-    if len(places) == 1 and is_brain_age(places[0]):
+    if len(models) == 1 and is_brain_age(models[0]):
         from ermoe.explorer.brains import open_brains
 
-        return open_brains(places[0], data, device=device, command=command)
-    if indices := [place for place in places if is_index(place)]:
-        if len(places) > 1 or data is not None:
+        return open_brains(models[0], data, device=device, command=command)
+    if indices := [place for place in models if is_index(place)]:
+        if len(models) > 1 or data is not None:
             raise UserError(f"{indices[0]} is an index, which brings its model and images along: explore it alone")
         search, images = open_search(indices[0], captions, device=device)
         return server.Explorer([search.subject], Pictures(images), search=search, **options)
     if captions is not None:
         raise UserError("--captions describe the experts of an index: ermoe explore INDEX --captions FILE")
-    images = sample_pictures() if data is None else open_images(data, "test")
+    images = sample_pictures() if data is None else open_pictures(data)
     images.classes = in_words(images.classes, data)
     subjects = []
-    for name, place in zip(model_names(places), places, strict=True):
+    for name, place in zip(model_names(models), models, strict=True):
         model: Any = load(model_folder(place), device=device)
         if known_family(model) == "clip":
             subjects.append(tower(name, model, images))
@@ -79,13 +79,13 @@ def _server() -> Any:
     return server
 
 
-def _classes(model: nn.Module, images: Images | None, place: StrPath | None) -> list[str]:
+def _classes(model: nn.Module, images: Images | None, folder: StrPath | None) -> list[str]:
     """Names of what a model's outputs mean: those of the data, of its run, ImageNet's for a thousand, or numbers."""
     number = int(getattr(model, "num_classes", 0) or 0)
-    if images is not None and len(images.classes) == number:
+    if images is not None and len(images.classes) == number and any(images.classes):
         return images.classes
     numbers = [str(n) for n in range(number)]
-    known = numbers if place is None else class_names(place, number)
+    known = numbers if folder is None else class_names(folder, number)
     if known == numbers and number == _IMAGENET:
         names = ImageNetInfo("imagenet-1k")
         return [names.index_to_description(n).split(",")[0] for n in range(number)]
@@ -134,7 +134,8 @@ def explore(
 
     Args:
         model: a sparse image classifier, or several by name, to be put side by side.
-        images: a data set (`ermoe.open_images`, or what that takes), or bytes (N, 3, H, W) as uint8.
+        images: a data set (`ermoe.open_images`, or what that takes), a folder of photographs or one of them, or bytes
+            (N, 3, H, W) as uint8.
         classes: what the model's outputs mean, if the images do not say it.
         height: of the page in the notebook, in pixels.
         card_images: images from which the experts' cards are made, while nothing else is asked for.
@@ -143,6 +144,10 @@ def explore(
     shown = _images(images)
     subjects = []
     for name, own in (model if isinstance(model, dict) else {"model": model}).items():
+        if not isinstance(own, nn.Module):
+            raise UserError(
+                f"{name} is a {type(own).__name__}: give the model itself, ermoe.load(FOLDER) for a saved one"
+            )
         known = list(classes) if classes is not None else _classes(own, None if images is None else shown, None)
         subjects.append(Subject(name, own, transform_for(own), known, shown.classes))
     served = Served(server.Explorer(subjects, Pictures(shown), card_images=card_images), framed=True)
@@ -163,5 +168,5 @@ def _images(images: Images | Tensor | str | None) -> Images:
         label_N = torch.zeros(len(images), dtype=torch.long)
         return ImagesInMemory(images, summary=f"{len(images)} images", split="test", classes=["", " "], label_N=label_N)
     with contextlib.suppress(TypeError):
-        return open_images(images, "test")
+        return open_pictures(images)
     raise UserError(f"images are a {type(images).__name__}: give a data set, its path, or uint8 (N, 3, H, W)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,21 +43,30 @@ _log = logging.getLogger("ermoe")
 
 
 def inspect(
-    places: Sequence[str],
-    data: StrPath | None,
-    out: StrPath,
+    models: StrPath | Sequence[StrPath],
+    data: StrPath | None = None,
+    out: StrPath = "runs/inspect",
     *,
     captions: StrPath | None = None,
     settings: Settings | None = None,
     device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Path:
-    """Writes ``out``/report.html and ``out``/figures for models (run folders, model folders, hub names) on test images.
+    """Looks into the routing of models and writes ``out``/report.html, which it returns, and ``out``/figures.
 
-    Models are shown side by side, under the names of their folders. An index of ``ermoe retrieve`` brings its model
-    and images along, and ``captions`` describe its experts; for a run of ``ermoe brain train``, ``data`` are scans.
+    Args:
+        models: run folders, model folders or repositories of the hub, one or several, which are shown side by side; one
+            index of `ermoe.retrieval.build_index`; or one run of `ermoe.brain.train`.
+        data: images, whose test split is routed, as for `ermoe.open_images`; of a brain model, scans. An index brings
+            its own.
+        out: folder for the report; an older one in it is replaced.
+        captions: captioned images, which describe the experts of an index.
+        settings: how closely to look.
+        device: where models run.
+        console: for a bar; None shows nothing.
     """
     settings = Settings() if settings is None else settings
+    places = [os.fspath(model) for model in ([models] if isinstance(models, str | os.PathLike) else models)]
     if not places:
         raise UserError("no model given: ermoe inspect MODEL… --data DATA")
     write = partial(_write, out=Path(out), settings=settings)
@@ -75,8 +85,8 @@ def inspect(
 
         return write(*of_brains(special, data, device=device, console=console), noun="scan")
     named = zip(model_names(places), places, strict=True)
-    models = {name: load(model_folder(place), device=device) for name, place in named}
-    for name, model in models.items():
+    loaded = {name: load(model_folder(place), device=device) for name, place in named}
+    for name, model in loaded.items():
         if not moe_layers(model):
             raise UserError(
                 f"{name} has no mixture-of-experts layer to look into: inspect a sparse model, or make this one sparse "
@@ -84,7 +94,7 @@ def inspect(
             )
     images = open_images(data, "test")
     found = {}
-    for (name, model), place in zip(models.items(), places, strict=True):
+    for (name, model), place in zip(loaded.items(), places, strict=True):
         found[name] = look_into(model, images, settings, name=name, epochs=epochs_of(place), console=console)
     return write(found, images.summary, len(images))
 
@@ -104,7 +114,7 @@ def _write(
 
 
 def _of_index(
-    place: str,
+    index: str,
     data: StrPath | None,
     captions: StrPath | None,
     settings: Settings,
@@ -115,8 +125,8 @@ def _of_index(
     from ermoe.explorer.search import open_search
 
     if data is not None:
-        raise UserError(f"{place} is an index, which brings its images along: leave --data out")
-    search, images = open_search(place, captions, device=device)
+        raise UserError(f"{index} is an index, which brings its images along: leave --data out")
+    search, images = open_search(index, captions, device=device)
     subject = search.subject
     seen = look_into(subject.model, images, settings, name=subject.name, transform=subject.transform, console=console)
     return {subject.name: replace(seen, words=search.words)}, images.summary, len(images)
@@ -169,7 +179,7 @@ def _pass(
     model.eval()
     total = math.ceil(len(loader.source) / loader.batch_size)
     parts = []
-    for (batch,) in track(loader.epoch(), name, total, console=console, transient=True, disable=console is None):
+    for batch in track(loader, name, total, console=console, transient=True, disable=console is None):
         if recorder.class_names:
             recorder.labels(batch.label)
         pixel_B3SS = transform.pixels(batch.image)
@@ -206,13 +216,13 @@ def _by_k(model: nn.Module, images: Images, settings: Settings, own_N: Tensor) -
         return []
     own, most = routers[0].top_k or 0, min(router.num_experts for router in routers)
     few = some_of(images, index_P)
-    batches = list(Loader(transform_for(model).of(few), batch_size=settings.batch_size).epoch())
+    batches = list(Loader(transform_for(model).of(few), batch_size=settings.batch_size))
     own_P, found = own_N[torch.from_numpy(index_P)], []
     for top_k in sorted({k for k in _K_VALUES if k <= most} | {own}):
         guess_P = own_P
         if top_k != own:
             with experts_a_token(model, top_k):
-                guess_P = torch.cat([_logits(model, batch.image).argmax(1) for (batch,) in batches])
+                guess_P = torch.cat([_logits(model, batch.image).argmax(1) for batch in batches])
         accuracy = float((guess_P == few.label_N).double().mean())
         half_width = 1.96 * math.sqrt(accuracy * (1 - accuracy) / len(few))
         found.append(AtK(top_k, accuracy, half_width, float((guess_P == own_P).double().mean())))
@@ -273,9 +283,9 @@ def _one_of_each(label_N: Tensor, wanted: int) -> np.ndarray:
     return np.array(order[:wanted])
 
 
-def epochs_of(place: StrPath) -> list[dict[str, float]]:
-    """The evaluations that the run at ``place`` wrote down, one a row with its epoch; empty for a mere model."""
-    folder = next((f for f in (Path(place), *Path(place).parents[:2]) if (f / "metrics.jsonl").is_file()), None)
+def epochs_of(model: StrPath) -> list[dict[str, float]]:
+    """The evaluations that the run at ``model`` wrote down, one a row with its epoch; empty for a mere model."""
+    folder = next((f for f in (Path(model), *Path(model).parents[:2]) if (f / "metrics.jsonl").is_file()), None)
     if folder is None:
         return []
     lines = [line for line in read_lines(RunFolder(folder).metrics) if line.get("kind") == "test"]

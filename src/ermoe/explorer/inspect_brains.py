@@ -21,13 +21,15 @@ from ermoe.nn import moe_layers
 
 
 def of_brains(
-    place: str, data: StrPath, *, device: torch.device | str = "cpu", console: Console | None = None
+    folder: str, data: StrPath, *, device: torch.device | str = "cpu", console: Console | None = None
 ) -> tuple[dict[str, Inspection], str, int]:
     """What is known of every network that may judge somebody, by name; what the scans are, and their number."""
-    model = BrainAgeModel.load(place, device)
-    (name,) = model_names([place])
+    model = BrainAgeModel.load(folder, device)
+    (name,) = model_names([folder])
     if not any(moe_layers(network) for network in model.networks.values()):
-        raise UserError(f"{name} has no mixture-of-experts layer to look into: train it with method ermoe")
+        raise UserError(
+            f"{name} has no mixture-of-experts layer to look into: train a preset with experts, such as small-ermoe"
+        )
     scans = open_scans([data]).scans
     cards: dict[str, CubeCards] = {}
     with ExitStack() as recording:

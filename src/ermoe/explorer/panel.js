@@ -1,9 +1,10 @@
 // One model's half of the page: its photograph in patches, what if, and the patch below the pointer.
 import { $, alertOf, element, floats, percent, post, swatch } from "./ask.js";
 import { coloured, paint, paintAttention } from "./draw.js";
+import { inUse, STRENGTH } from "./link.js";
 
 // What is shown, which the address holds; and what concerns all panels, which explore.js fills in.
-export const state = { picture: null, layer: 0, colour: "expert", strength: 0.65, numbers: false, expert: null, token: null, models: [] };
+export const state = { picture: null, layer: 0, colour: "expert", strength: STRENGTH, numbers: false, expert: null, token: null, models: [] };
 export const page = {};
 let numbered = 0;
 
@@ -45,8 +46,6 @@ export class Panel {
     this.listen();
   }
 
-  get T() { return this.own.T; }
-  get k() { return this.own.k; }
   get layer() { return Math.min(state.layer, this.model.layers.length - 1); }
   get about() { return this.model.layers[this.layer]; }
   get numPatches() { return this.model.grid[0] * this.model.grid[1]; }
@@ -124,37 +123,55 @@ export class Panel {
       do {
         this.again = false;
         const asked = this.question(), key = JSON.stringify(asked);
-        const told = await post("look", asked);
-        if (JSON.stringify(this.question()) === key || this.again) this.take(told, asked.picture);
+        const loading = this.loaded(asked.picture);
+        loading.catch(() => {}); // if there is no picture, the answer says why
+        const told = await post("look", asked), image = await loading;
+        if (asked.picture === state.picture && (JSON.stringify(this.question()) === key || this.again)) this.take(told, asked, image);
       } while (this.again);
       alertOf("");
     } catch (problem) {
+      if (this.seen && this.seen.asked.picture !== state.picture) this.clear();
       alertOf(problem);
     } finally {
       this.asking = false;
     }
   }
 
-  take(told, picture) {
+  // The photograph as the model sees it. It is shown together with what the model does with it.
+  async loaded(picture) {
+    const src = `api/picture/${encodeURIComponent(picture)}?model=${encodeURIComponent(this.model.name)}`;
+    if (this.image.getAttribute("src") === src) return this.image;
+    const image = element("img", { src, alt: page.labelOf(picture) });
+    await image.decode();
+    return image;
+  }
+
+  take(told, asked, image) {
     const layers = told.layers.map((layer, place) => tokensOf(layer, this.model.layers[place].experts, this.numPatches));
-    this.seen = { prediction: told.prediction, layers, picture };
+    this.seen = { prediction: told.prediction, layers, asked };
+    if (image !== this.image) {
+      this.image.replaceWith(image);
+      this.image = image;
+      this.view.classList.toggle("small", image.naturalWidth < 96);
+    }
     this.attention = null;
     this.draw();
     if (this.began !== undefined) {
       const start = this.began;
       this.began = undefined;
-      requestAnimationFrame(() => performance.measure("redraw", { start, end: performance.now() }));
+      requestAnimationFrame(() => requestAnimationFrame(() => performance.measure("redraw", { start, end: performance.now() }))); // it has been seen
     }
     if (!performance.getEntriesByName("first picture").length) performance.mark("first picture");
   }
 
-  show() {
-    const source = `api/picture/${encodeURIComponent(state.picture)}?model=${encodeURIComponent(this.model.name)}`;
-    if (this.source === source) return;
-    this.source = source;
-    this.image.src = source;
-    this.image.alt = page.labelOf(state.picture);
-    this.image.onload = () => this.view.classList.toggle("small", this.image.naturalWidth < 96);
+  // Nothing is known about the picture that was asked for.
+  clear() {
+    this.seen = null;
+    this.overlay.width = this.overlay.height = 0;
+    this.image.removeAttribute("src");
+    this.image.alt = "";
+    for (const part of [".prefix", ".prediction"]) this.part(part).replaceChildren();
+    this.drawPatch();
   }
 
   draw() {
@@ -169,13 +186,15 @@ export class Panel {
     page.drawLegend();
   }
 
+  // The first is the class token, the rest are registers and the like.
+  prefixName(index) { return index === 0 ? "Class token" : `Token ${index}`; }
+
   drawPrefix() {
-    const names = this.now.prefix === 1 ? ["class token"] : [...Array(this.now.prefix).keys()].map((n) => `token ${n}`);
     const looks = coloured({ patches: this.now.tokens.slice(0, this.now.prefix) }, state.colour, this.model.colours, state.expert).colours;
-    this.part(".prefix").replaceChildren(...names.map((name, index) => element("button", {
+    this.part(".prefix").replaceChildren(...looks.map((look, index) => element("button", {
       type: "button", "aria-pressed": String(state.token === index),
       onclick: () => { state.token = state.token === index ? null : index; page.point(this, index - this.now.prefix); page.remember(); },
-    }, swatch(looks[index]), name)));
+    }, swatch(look), this.prefixName(index))));
   }
 
   drawPrediction() {
@@ -186,18 +205,25 @@ export class Panel {
   }
 
   drawControls() {
-    const about = this.about, { T, k } = this.own;
+    const about = this.about, { T, k } = inUse(about, this.own);
     const threshold = this.part(".threshold"), experts = this.part(".experts");
     threshold.hidden = about.T === null;
     experts.hidden = about.k === null;
-    this.label(threshold, "threshold T", (T ?? about.T ?? 0).toFixed(2), T ?? about.T);
+    this.label(threshold, "threshold T", (T ?? 0).toFixed(2), T);
     experts.querySelector("input").max = Math.max(...this.model.layers.map((layer) => layer.experts));
-    this.label(experts, "experts a token k", k ?? about.k, k ?? about.k);
+    this.label(experts, "experts a token k", k, k);
     this.part(".rule").textContent = about.T === null ? "" : about.rule === "fill"
       ? "This model fills up: T only marks patches that fall back, and changes no choice."
       : "This model prunes: experts whose score is below T are left out.";
-    this.part(".reset").disabled = T === null && k === null && !Object.values(this.own.offsets).some((own) => own.some((v) => v));
+    this.part(".reset").disabled = !this.changes().length;
     this.drawOffsets();
+  }
+
+  // What differs from the model as it was trained, in words.
+  changes() {
+    const { T, k, offsets } = this.own;
+    return [...(T === null ? [] : [`T = ${T.toFixed(2)}`]), ...(k === null ? [] : [`k = ${k}`]),
+      ...(Object.values(offsets).some((own) => own.some((value) => value)) ? ["other offsets"] : [])];
   }
 
   label(field, text, value, place) {
@@ -249,7 +275,7 @@ export class Panel {
     }
     const [height, width] = this.model.grid, row = Math.floor(index / width), column = index % width;
     if (index >= 0) cursor.style.cssText = `left:${(100 * column) / width}%;top:${(100 * row) / height}%;width:${100 / width}%;height:${100 / height}%`;
-    this.part(".where").textContent = index < 0 ? "Class token" : `Patch in row ${row + 1}, column ${column + 1}`;
+    this.part(".where").textContent = index < 0 ? this.prefixName(index + this.now.prefix) : `Patch in row ${row + 1}, column ${column + 1}`;
     this.part(".said").textContent = this.sentence(token);
     this.drawScores(token);
     this.part(".compared").textContent = this.about.compared;
@@ -266,7 +292,7 @@ export class Panel {
   }
 
   drawScores(token) {
-    const T = this.about.T === null ? null : this.T ?? this.about.T, score = token.score ?? token.weight;
+    const { T } = inUse(this.about, this.own), score = token.score ?? token.weight;
     const low = Math.min(0, ...score), high = Math.max(T ?? 0, ...score, low + 1e-6);
     const at = (value) => (100 * (value - low)) / (high - low);
     const head = element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "expert"), element("th", { scope: "col" }, token.score ? T === null ? "score" : `score, line at T = ${T.toFixed(2)}` : "weight"),
@@ -303,6 +329,6 @@ export class Panel {
     paintAttention(figure.querySelector("canvas"), this.image, patches, this.model.grid, this.pointed);
     const best = patches.indexOf(Math.max(...patches)), width = this.model.grid[1];
     figure.querySelector("figcaption").textContent = `Where it looked: the lighter, the more. Most (${percent(patches[best])}) at row ${Math.floor(best / width) + 1}, column ${(best % width) + 1}`
-      + (alpha.length > patches.length ? `; ${percent(Math.max(rest, 0))} at the class token.` : ".");
+      + (alpha.length > patches.length ? `; ${percent(Math.max(rest, 0))} at ${this.now.prefix > 1 ? "tokens that are no patches" : "the class token"}.` : ".");
   }
 }

@@ -6,14 +6,17 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ermoe.data.decode import decode
-from ermoe.data.images import Images, ImagesInMemory
+from ermoe.data.folders import SUFFIXES
+from ermoe.data.images import Images, ImagesInFiles, ImagesInMemory, open_images
 from ermoe.errors import UserError
+from ermoe.files import StrPath, is_hidden, naming_what_cannot_be_read
 
 LARGEST_UPLOAD = 2**24
 """Bytes of a picture that is sent to the explorer."""
@@ -69,6 +72,26 @@ class Pictures:
         step = max(1, total // min(total, 24))
         order = np.concatenate([np.arange(first, total, step) for first in range(step)])  # sets come sorted by class
         return [(str(i), self.images.classes[int(self.images.label_N[i])]) for i in order[start : start + count]]
+
+
+def open_pictures(data: StrPath) -> Images:
+    """The test images of a data set; or photographs without labels: one file, or a folder that holds nothing else."""
+    place = Path(data).expanduser()
+    if place.is_file() and place.suffix.lower() in SUFFIXES:
+        return _unlabelled(place.parent, [place.name])
+    if place.is_dir():
+        with naming_what_cannot_be_read():
+            entries = [path for path in place.iterdir() if not is_hidden(path, below=place)]
+        files = sorted(path.name for path in entries if path.suffix.lower() in SUFFIXES and path.is_file())
+        if files and not any(path.is_dir() for path in entries):
+            return _unlabelled(place, files)
+    return open_images(data, "test")
+
+
+def _unlabelled(folder: Path, files: list[str]) -> Images:
+    summary = f"{len(files):,} photographs in {folder}" if len(files) > 1 else files[0]
+    label_N = torch.zeros(len(files), dtype=torch.long)
+    return ImagesInFiles(folder, files, summary=summary, split="test", classes=["", ""], label_N=label_N)
 
 
 def sample_pictures() -> Images:

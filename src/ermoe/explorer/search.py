@@ -74,16 +74,16 @@ class Search:
 
 
 def open_search(
-    place: StrPath, captions: StrPath | None = None, *, device: torch.device | str = "cpu"
+    folder: StrPath, captions: StrPath | None = None, *, device: torch.device | str = "cpu"
 ) -> tuple[Search, Images]:
     """The search in an index, with the tower that sees as its subject, and the images of the index."""
     from ermoe.retrieval.captions.catalogue import open_captions
     from ermoe.retrieval.index import image_files, open_index
 
-    index = open_index(place, device=device)
+    index = open_index(folder, device=device)
     images = image_files(index.root, index.files)
     texts = [] if captions is None else open_captions(captions, split="all").texts
-    (name,) = model_names([str(place)])
+    (name,) = model_names([str(folder)])
     return Search(index, tower(name, index.model, images), texts), images
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ermoe.explorer.server import Explorer
 
 _PURPOSE = "the explorer is a small web server"
+_QUEUE = 2048
 
 
 class Served:
@@ -83,6 +84,7 @@ def listening(host: str, port: int) -> socket.socket:
                 raise
             own.close()
             return listening(host, 0)
+        own.listen(_QUEUE)  # from now on a browser may knock, and waits until it is let in
     except OSError as problem:
         raise UserError(f"--host {host}: {problem.strerror or problem}; use 127.0.0.1 or an address of yours") from None
     return own

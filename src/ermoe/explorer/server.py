@@ -7,6 +7,7 @@ time and no memory.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import threading
 import time
@@ -20,7 +21,7 @@ from anyio.to_thread import run_sync
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -38,11 +39,13 @@ _STATIC = {f"{name}.js": "text/javascript" for name in ("explore", "panel", "dra
 _STATIC |= {f"{name}.css": "text/css" for name in ("explore", "card")}
 _LARGEST_QUESTION = 2**16
 _MOST_WAITING = 64
+_UPLOADS_AT_ONCE = 8
 _GALLERY = 24
 _LONGEST_QUERY = 500
 _THUMBNAIL = 128
 _PAUSE = 1.5  # seconds without a question after which cards are worked on
 _Found = TypeVar("_Found")
+_log = logging.getLogger("ermoe")
 
 
 class Desk:
@@ -95,6 +98,7 @@ class Desk:
             UserError: _mistaken,
             HTTPException: _refused,
             TooLargeError: _too_large,
+            ClientDisconnect: _gone,
             Exception: _failed,
         }
         routes = [Route("/", self._page), Route("/{file}", _static), *self.routes()]
@@ -122,6 +126,7 @@ class Explorer(Desk):
         self.subjects = {subject.name: subject for subject in subjects}
         self.pictures, self.command, self.search = pictures, command, search
         self.card_images = min(card_images, len(pictures.images))
+        self._uploads: anyio.CapacityLimiter | None = None
 
     @property
     def summary(self) -> str:
@@ -137,7 +142,12 @@ class Explorer(Desk):
                 if self._closed.is_set():
                     return
                 with self._compute:
-                    subject.study([self.pictures.get(str(number))])
+                    try:
+                        subject.study([self.pictures.get(str(number))])
+                    except UserError as problem:
+                        _log.warning("the cards do without picture %d: %s", number, problem)
+                        self.card_images -= 1
+                        break
 
     def subject(self, name: object) -> Subject:
         """The model of a name."""
@@ -168,9 +178,11 @@ class Explorer(Desk):
         return JSONResponse([{"name": name, "label": label} for name, label in found])
 
     async def upload(self, request: Request) -> Response:
-        """Keeps a picture that is sent as it is."""
-        data = await request.body()
-        return JSONResponse({"name": await self.compute(partial(self.pictures.take, data))})
+        """Keeps a picture that is sent as it is. A few are in memory at a time; the rest wait, unread."""
+        self._uploads = self._uploads or anyio.CapacityLimiter(_UPLOADS_AT_ONCE)
+        async with self._uploads:
+            data = await request.body()
+            return JSONResponse({"name": await self.compute(partial(self.pictures.take, data))})
 
     async def thumbnail(self, request: Request) -> Response:
         """A small picture."""
@@ -329,6 +341,10 @@ def _file(name: str) -> str:
 
 async def _mistaken(request: Request, problem: Exception) -> Response:
     return JSONResponse({"error": str(problem)}, 400)
+
+
+async def _gone(request: Request, problem: Exception) -> Response:
+    return Response(status_code=400)  # to nobody: the browser has left in the middle of its question
 
 
 async def _refused(request: Request, problem: Any) -> Response:

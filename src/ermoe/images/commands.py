@@ -10,8 +10,8 @@ import tyro
 
 from ermoe.console import Command, first_read, say
 from ermoe.errors import UserError
-from ermoe.images.presets import PRESETS, ImageRecipe, recipe
-from ermoe.train.settings import Machine, TrainingMachine
+from ermoe.images.presets import ABOUT_METHODS, PRESETS, ImageRecipe, recipe
+from ermoe.train.settings import Machine, TrainingMachine, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,17 +26,14 @@ _Word = tyro.conf.Positional
 class Train:
     """Train a preset on a data set; a run that stopped goes on where it was.
 
-    Values shown are the preset's, if one is named. Several processes: torchrun --nproc-per-node=N -m ermoe image train
-    …, or srun.
+    Values shown are the preset's, if one is named. Several processes: torchrun --nproc-per-node=N -m ermoe image train,
+    or srun.
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
-    """paper-ermoe, or b16-METHOD, deit-tiny-METHOD, cifar-METHOD, cifar17-METHOD, digits-METHOD with METHOD one of
-    ermoe, ermoe-mean, ermoe-none, ermoe-shared, v-moe, gate, gate-loss-free, soft, expert-choice, base, cosine, emoe,
-    dense; deit-tiny also ermoe-clusters, ermoe-clusters-k2, one-low-rank; resnet18-STYLE, cifar-STYLE or digits-STYLE
-    with STYLE single-gated or deep-moe."""
+    """A name such as cifar-ermoe or deit-tiny-v-moe: ermoe image presets lists and describes them."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
-    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    """A folder in any of the layouts of docs/how-to/own-images.md, or a name: digits, fashion-mnist."""
     recipe: ImageRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
     out: Path | None = None
@@ -45,11 +42,11 @@ class Train:
     """First read every image once; stop if some are unreadable or in both splits."""
 
     @classmethod
-    def suited(cls, argv: list[str]) -> Train:
-        """With the values of the preset that is named, or of cifar-ermoe."""
-        usual = cls("cifar-ermoe", "", recipe("cifar-ermoe"))
+    def suited(cls, argv: list[str], preset: str | None = None) -> Train:
+        """With the values of the preset that is named, here or in a file, or of cifar-ermoe."""
+        usual = cls(preset or "cifar-ermoe", "", recipe(preset or "cifar-ermoe"))
         named = first_read(usual, argv).preset
-        return cls(tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
+        return cls(preset or tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
 
     def __call__(self, console: Console) -> None:
         from ermoe.images.run import train
@@ -74,7 +71,7 @@ class Evaluate:
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
-    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    """A folder in any of the layouts of docs/how-to/own-images.md, or a name: digits, fashion-mnist."""
     machine: Machine = field(default_factory=Machine)
     batch_size: int = 100
     """Images at a time."""
@@ -85,15 +82,15 @@ class Evaluate:
         from ermoe.analysis.recorder import record_routing
         from ermoe.analysis.summary import over_layers
         from ermoe.data.images import open_images
-        from ermoe.images.predict import check_classes
-        from ermoe.images.run import evaluate, transform_for
+        from ermoe.images.predicting import check_classes
+        from ermoe.images.run import evaluate, opened, transform_for
         from ermoe.nn import moe_layers
         from ermoe.train.loader import Loader
 
         images = open_images(self.data, "test")
         say(console, images.summary)
         with self.machine.started(console) as compute:
-            model = _load(self.model, compute)
+            model = opened(self.model, compute)
             check_classes(self.model, model.num_classes, self.data, images.classes)
             loader = Loader(transform_for(model).of(images), batch_size=self.batch_size, compute=compute)
             if not moe_layers(model):
@@ -116,7 +113,7 @@ class Probe:
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
-    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    """A folder in any of the layouts of docs/how-to/own-images.md, or a name: digits, fashion-mnist."""
     shots: tuple[int, ...] = (5, 10)
     """Images of each class, and epochs of the linear head."""
     readings: tuple[Literal["images", "epochs"], ...] = ("images", "epochs")
@@ -138,6 +135,7 @@ class Probe:
         from ermoe.data.images import open_images
         from ermoe.files import write_json
         from ermoe.images.probe import check_request, features, probe, record_path
+        from ermoe.images.run import opened
 
         if not self.shots or not self.readings:
             raise UserError("--shots and --readings need at least one value each")
@@ -146,7 +144,7 @@ class Probe:
         train, test = open_images(self.data, "train"), open_images(self.data, "test")
         say(console, f"{train.summary}\n{test.summary}")
         with self.machine.started(console) as compute:
-            model = _load(self.model, compute)
+            model = opened(self.model, compute)
             path = record_path(self.model, self.data, self.out)
             given = features(model, train, test, workers=self.machine.workers)
         results = [
@@ -170,19 +168,20 @@ class Predict:
 
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a repository of the Hugging Face hub."""
-    images: Annotated[tuple[str, ...], _Word]
+    images: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="IMAGE…")]
     """Image files."""
     top: int = 5
     """Classes shown of each image."""
     machine: Machine = field(default_factory=lambda: Machine(workers=0))
 
     def __call__(self, console: Console) -> None:
-        from ermoe.images.predict import class_names, predict
+        from ermoe.images.predicting import class_names, predict
+        from ermoe.images.run import opened
 
         if not self.images:
             raise UserError("no image given: ermoe image predict MODEL IMAGE…")
         with self.machine.started(console) as compute:
-            model = _load(self.model, compute)
+            model = opened(self.model, compute)
             names = class_names(self.model, model.num_classes)
             predictions = predict(model, self.images, names, top=self.top, workers=compute.workers)
         for prediction in predictions:
@@ -202,7 +201,7 @@ class Check:
     """
 
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
-    """A folder in any of the layouts of docs/data.md, or a name: digits, fashion-mnist."""
+    """A folder in any of the layouts of docs/how-to/own-images.md, or a name: digits, fashion-mnist."""
     counts: bool = False
     """Also print how many images every class has."""
 
@@ -219,20 +218,22 @@ class Check:
             raise SystemExit(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Presets:
+    """What can be trained by name: models, methods and their training."""
+
+    def __call__(self, console: Console) -> None:
+        say(console, in_words(PRESETS, ABOUT_METHODS, "ermoe image train"))
+
+
 COMMANDS: dict[str, type[Command]] = {
+    "presets": Presets,
     "train": Train,
-    "eval": Evaluate,
+    "evaluate": Evaluate,
     "probe": Probe,
     "predict": Predict,
     "check": Check,
 }
-
-
-def _load(place: str, compute: Compute) -> Any:
-    from ermoe.models.io import load
-    from ermoe.train.run_folder import model_folder
-
-    return load(model_folder(place), device=compute.device)
 
 
 def _splits(data: str) -> list[Images]:

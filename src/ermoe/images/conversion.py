@@ -28,10 +28,10 @@ class Upcycle:
     """Make a dense ViT sparse: exactly, or with experts fitted to groups of tokens from unlabelled images."""
 
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
-    """A name that timm knows, with --weights; a folder that ermoe.save wrote; or a repository of the hub."""
-    data: Annotated[str | None, _Word, tyro.conf.arg(metavar="DATA")] = None
-    """Images for --init clusters or a lower rank: a folder in a layout of docs/data.md. Labels are ignored."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("sparse")
+    """A name that timm knows, with --weights; a run folder, a model folder, or a repository of the Hugging Face hub."""
+    data: str | None = None
+    """Images for --init clusters or a lower rank: a folder, or a name, as for ermoe image. Labels are ignored."""
+    out: Path = Path("sparse")
     """The folder for the sparse model."""
     weights: Path | None = None
     """Weights for a model that is named: a safetensors file, or a checkpoint."""
@@ -62,7 +62,7 @@ class Upcycle:
         from ermoe.models.upcycle import upcycle
 
         if self.data is None and (self.init == "clusters" or (self.hidden_dim is not None and self.shared is None)):
-            raise UserError("experts are fitted to images: name a folder of images after the model")
+            raise UserError("experts are fitted to images: name a folder of images with --data")
         with self.machine.started(console) as compute:
             dense = dense_model(self.model, self.weights, compute)
             batches = None if self.data is None else _plain(dense, self.data, self.images, self.seed, compute)
@@ -86,11 +86,11 @@ class Slim:
     """
 
     model: Annotated[str, _Word, tyro.conf.arg(metavar="MODEL")]
-    """A name that timm knows, with --weights; a folder that ermoe.save wrote; or a repository of the hub."""
+    """A name that timm knows, with --weights; a run folder, a model folder, or a repository of the Hugging Face hub."""
     data: Annotated[str, _Word, tyro.conf.arg(metavar="DATA")]
-    """A folder of images in any of the layouts of docs/data.md; of its training split. Labels are ignored."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("slim")
-    """The folder for the slim model, its report and, in FOLDER/learning, checkpoints to go on from."""
+    """Images in a layout of docs/how-to/own-images.md; of their training split. Labels are ignored."""
+    out: Path = Path("slim")
+    """The folder for the slim model, its report and, in OUT/learning, checkpoints to go on from."""
     budget: float = 0.8
     """Operations over those of the dense model."""
     weights: Path | None = None

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -44,6 +44,8 @@ class ImageRecipe:
         model_args: options of the architecture.
         label_smoothing: share of a label that is spread over all classes.
         validation: share of the training images that is held out of training to choose the best epoch; 0 chooses none.
+        shuffle: "all" training images, or "shards", where every process reads tar files of its own, each from front to
+            back: for storage that is slow to read at random.
         epoch_steps: steps of an epoch, for a budget that is the same for any number of images; 0 for a pass over them.
         calibration: training images, without labels or augmentation, to which experts are fitted at the start.
         head_lr: factor on the learning rate of the classifier, for one that starts afresh on weights that know a lot.
@@ -59,6 +61,7 @@ class ImageRecipe:
     model_args: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     label_smoothing: float = 0.1
     validation: float = 0.05
+    shuffle: Literal["all", "shards"] = "all"
     epoch_steps: Annotated[int, tyro.conf.Suppress] = 0
     calibration: int = 0
     head_lr: float = 1.0
@@ -241,6 +244,28 @@ PRESETS: dict[str, Callable[[], ImageRecipe]] = {
 }
 
 
+ABOUT_METHODS = {
+    "ermoe": "experts route by their own eigenbasis; offsets steer towards equal load",
+    "ermoe-mean": "the same, less each expert's mean score instead of offsets",
+    "ermoe-none": "the same without any correction: the paper's rule",
+    "ermoe-shared": "the dense network stays, and small experts add to it",
+    "ermoe-clusters": "experts of rank 96 fitted to groups of tokens, one a token",
+    "ermoe-clusters-k2": "the same, two a token",
+    "one-low-rank": "one network of rank 96 for all tokens, which clusters have to beat",
+    "v-moe": "V-MoE: a learned gate with its losses and its limit on tokens",
+    "gate": "a learned gate without a balancing loss",
+    "gate-loss-free": "a learned gate with the loss-free bias",
+    "soft": "Soft MoE",
+    "expert-choice": "experts choose their tokens",
+    "base": "BASE layers: an assignment with equal load",
+    "cosine": "a learned gate on cosines",
+    "emoe": "EMoE",
+    "dense": "the backbone without experts",
+    "single-gated": "one expert chosen for a whole image",
+    "deep-moe": "a gate for every convolution, chosen for a whole image",
+}
+
+
 def recipe(name: str) -> ImageRecipe:
     """The recipe called ``name``.
 
@@ -248,5 +273,5 @@ def recipe(name: str) -> ImageRecipe:
     {'router': 'v-moe'}
     """
     if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
+        raise unknown_name("preset", name, PRESETS, listed_by="ermoe image presets")
     return replace(PRESETS[name](), preset=name)

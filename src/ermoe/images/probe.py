@@ -72,7 +72,7 @@ def extract(model: nn.Module, images: Images, *, batch_size: int = 100, workers:
     backbone.reset_classifier(0)
     compute = Compute(Processes(device=next(model.parameters()).device), workers=workers)
     loader = Loader(transform_for(model).of(images), batch_size=batch_size, compute=compute)
-    return torch.cat([backbone(as_model(model, batch.image)).float().cpu() for (batch,) in loader.epoch()])
+    return torch.cat([backbone(as_model(model, batch.image)).float().cpu() for batch in loader])
 
 
 def features(model: nn.Module, train: Images, test: Images, *, workers: int = 0) -> Features:
@@ -147,19 +147,19 @@ def _train_head(given: Features, epochs: int, num_classes: int, seed: int, draw:
         return float((head(given.test_ND).argmax(1) == given.test_label_N).double().mean())
 
 
-def record_path(place: str, data: str, out: Path | None = None) -> Path:
+def record_path(model: str, data: str, out: Path | None = None) -> Path:
     """Where the figures of a model on a data set go, known to be writable: ``probe-DATA.json`` in the folder ``out``.
 
-    By default that is the run or model folder ``place`` itself, or beside it where nothing can be written into it; for
+    By default that is the run or model folder ``model`` itself, or beside it where nothing can be written into it; for
     a repository of the hub, ``runs/probe/OWNER--NAME``.
     """
     name = f"probe-{Path(data).expanduser().resolve().name}.json"
     if out is not None:
         candidates = [out / name]
-    elif (folder := Path(place)).is_dir():
+    elif (folder := Path(model)).is_dir():
         candidates = [folder / name, folder.resolve().with_name(f"{folder.resolve().name}-{name}")]
     else:
-        candidates = [Path("runs/probe", place.replace("/", "--"), name)]
+        candidates = [Path("runs/probe", model.replace("/", "--"), name)]
     path = next((path for path in candidates if _can_write_into(path.parent)), None)
     if path is None:
         raise UserError(f"{candidates[0]} cannot be written: name another folder with --out")

@@ -24,13 +24,15 @@ from ermoe.analysis.recorder import RoutingRecorder, record_routing
 from ermoe.analysis.summary import over_layers
 from ermoe.data.augment import Batch, Transform
 from ermoe.data.images import Images, open_images, some_of
-from ermoe.data.order import Order, hashed
+from ermoe.data.order import hashed
+from ermoe.data.shard_order import order_of
 from ermoe.errors import UserError
 from ermoe.files import Json, StrPath
 from ermoe.images.conversion import PlainBatches
 from ermoe.images.presets import IMAGE_LEVEL, ImageRecipe, recipe
 from ermoe.images.rivals.image_level import image_level
 from ermoe.models.freeze import CLASSIFIERS
+from ermoe.models.io import load
 from ermoe.models.upcycle import restart_ffns, upcycle
 from ermoe.models.weights.foreign import load_weights
 from ermoe.nn import moe_layers
@@ -39,10 +41,10 @@ from ermoe.nn.orthogonality import bases, orthogonality_loss
 from ermoe.nn.precision import double, widest
 from ermoe.nn.sharding import over_processes, own_experts
 from ermoe.train import loop
-from ermoe.train.compute import Compute, sum_over_processes
+from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader, some_batches
 from ermoe.train.loop import settle_on
-from ermoe.train.run_folder import RunFolder
+from ermoe.train.run_folder import RunFolder, model_folder
 from ermoe.train.settings import NO_AUGMENTATION, Augmentation, changed
 
 _VALIDATION = 0x5EED  # a stream of numbers that no epoch draws from
@@ -207,7 +209,9 @@ class Classification(loop.Task):
         training, plain = recipe.training, transform_for(model)
         self.train_loader = Loader(
             transform_for(model, recipe.augmentation, training.seed).of(self.train_images),
-            Order(len(self.train_images), training.batch_size, training.seed, steps=recipe.epoch_steps),
+            order_of(
+                self.train_images, training.batch_size, training.seed, shuffle=recipe.shuffle, steps=recipe.epoch_steps
+            ),
             num_parts=training.accumulate,
             compute=compute,
         )
@@ -308,12 +312,47 @@ def transform_for(model: nn.Module, augmentation: Augmentation = NO_AUGMENTATION
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None = None) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy over all images of a loader, on all processes; tells ``recorder`` the labels."""
+def evaluate(
+    model: nn.Module | StrPath,
+    data: Loader[Batch] | Images | StrPath,
+    recorder: RoutingRecorder | None = None,
+    *,
+    batch_size: int = 100,
+    compute: Compute | None = None,
+) -> dict[str, float]:
+    """``loss``, ``top1`` and ``top5`` accuracy of a classifier, on all processes.
+
+    Args:
+        model: a run folder, a model folder, a repository of the hub, or the model itself.
+        data: a folder or name for `ermoe.open_images`, whose test split is taken; images; or a loader of them.
+        recorder: of `ermoe.record_routing`, which is told the labels.
+        batch_size: images at a time, unless there is a loader.
+        compute: device and workers, unless there is a loader; a model that is given stays where it is.
+    """
+    if isinstance(data, Loader):
+        return _evaluate(model if isinstance(model, nn.Module) else opened(model, data.compute), data, recorder)
+    images = data if isinstance(data, Images) else open_images(data, "test")
+    if isinstance(model, nn.Module):
+        compute, own = compute or Compute(Processes(device=next(model.parameters()).device)), model
+    else:
+        from ermoe.images.predicting import check_classes
+
+        compute = compute or Compute()
+        own = opened(model, compute)
+        check_classes(os.fspath(model), own.num_classes, images.summary, images.classes)
+    return _evaluate(own, Loader(transform_for(own).of(images), batch_size=batch_size, compute=compute), recorder)
+
+
+def opened(model: StrPath, compute: Compute) -> Any:
+    """The model of a run folder, a model folder or a repository of the hub."""
+    return load(model_folder(model), device=compute.device)
+
+
+def _evaluate(model: nn.Module, loader: Loader[Batch], recorder: RoutingRecorder | None) -> dict[str, float]:
     model.eval()
     device = loader.compute.device
     sums = torch.zeros(4, dtype=torch.float64)
-    for (batch,) in loader.epoch():
+    for batch in loader:
         if recorder is not None and len(batch):
             recorder.labels(batch.label)
         logit_BC = model(as_model(model, batch.image)).float()

@@ -168,8 +168,15 @@ class Family(ABC):
             lost = difference(model, rebuilt)
         return None if lost is None else f"ermoe.save will not write this {type(model).__name__}: {lost}"
 
-    def mark(self, model: Any, sparsity: Any) -> None:  # noqa: B027 (most libraries do not ask)
-        """Tells the library of a backbone how it is sparse, an `ermoe.models.upcycle.Sparsity`; None: not any more."""
+    def mark(self, model: Any, sparsity: Any, whole: nn.Module) -> None:  # noqa: B027 (most libraries do not ask)
+        """Tells the library of a backbone how it is sparse, an `ermoe.models.upcycle.Sparsity`; None: not any more.
+
+        ``whole`` is the model that holds it, or itself.
+        """
+
+    def is_built_by(self, whole: nn.Module, model: Any) -> bool:
+        """Whether a library's own model around ``model`` is saved and built again with it, sparse or not."""
+        return False
 
     @abstractmethod
     def describe(self, model: Any) -> Json:
@@ -248,7 +255,7 @@ def family_name(model: nn.Module) -> str:
     if name is None:
         raise UserError(
             f"{type(model).__module__}.{type(model).__name__} is no backbone ermoe knows, nor does it hold one: use a "
-            "vision transformer of timm, torchvision, Hugging Face or open_clip (docs/upcycling.md), or put "
+            "vision transformer of timm, torchvision, Hugging Face or open_clip (docs/reference/backbones.md), or put "
             "ermoe.EigenMoE into blocks of your own"
         )
     return name

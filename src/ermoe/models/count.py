@@ -1,4 +1,4 @@
-"""How large a model is, and what one image costs it: parameters and floating-point operations, part by part.
+"""How large a model is, and what one image costs it: parameters and multiply-adds, part by part.
 
 Everything but the experts is counted by torch's own counter, which knows matrix products and convolutions, in a pass
 over tensors without data. Experts follow from their shapes, because how many tokens each of them gets does not.
@@ -8,6 +8,7 @@ Letters: N tokens of an image, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,8 +28,8 @@ _EMBEDDINGS = ("patch_embed", "conv_proj", "embeddings", "conv1")
 
 
 @dataclass(frozen=True, slots=True)
-class Flops:
-    """Floating-point operations of one image, by part. A multiplication and the addition after it are two."""
+class Work:
+    """Multiply-adds of one image, by part: a multiplication and the addition after it are one."""
 
     embedding: int = 0
     attention: int = 0
@@ -47,7 +48,7 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Parameters of a model, and operations per image.
+    """Parameters of a model, and multiply-adds per image.
 
     ``active_parameters`` are those that one token's computation reads: all but the experts it does not meet, of which
     it reads only the columns that route.
@@ -55,7 +56,13 @@ class Count:
 
     total_parameters: int
     active_parameters: int
-    flops: Flops
+    multiply_adds: Work
+
+    @property
+    def flops(self) -> Work:
+        """Twice the multiply-adds, as this was counted before version 0.1."""
+        warnings.warn("count(…).flops is twice count(…).multiply_adds: use that", DeprecationWarning, stacklevel=2)
+        return Work(**{name: 2 * work for name, work in asdict(self.multiply_adds).items()})
 
 
 def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> Count:
@@ -63,7 +70,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
 
     >>> import timm
     >>> counted = count(timm.create_model("vit_tiny_patch16_224"))
-    >>> counted.total_parameters, round(counted.flops.total / 2e9, 2)  # the second as multiply-adds
+    >>> counted.total_parameters, round(counted.multiply_adds.total / 1e9, 2)
     (5717416, 1.25)
     """
     refuse_adapters(model)
@@ -71,7 +78,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     if not blocks:
         raise UserError(f"this {type(model).__name__} has no transformer blocks, which are what ermoe counts")
     flops, num_tokens = measure(model, (1, *input_shape(model, image_size)))
-    part = asdict(Flops())
+    part = asdict(Work())
     for name, block in blocks:
         ffn = flops[f"{name}.mlp"]
         part["attention"] += flops[name] - ffn
@@ -95,7 +102,7 @@ def count(model: nn.Module, image_size: int | tuple[int, ...] | None = None) -> 
     part["embedding"] = sum(flops[name] for name in list(flops) if name.split(".")[-1] in _EMBEDDINGS)
     part["head"] = flops["Global"] - part["embedding"] - sum(flops[name] for name, _ in blocks)
     total = sum(p.numel() for p in model.parameters())
-    return Count(total, total - idle_parameters(model), Flops(**part))
+    return Count(total, total - idle_parameters(model), Work(**{name: work // 2 for name, work in part.items()}))
 
 
 def _averaged_columns(block: SparseBlock, num_tokens: int) -> int:

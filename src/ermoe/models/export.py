@@ -160,11 +160,11 @@ def _write_onnx(
         )
 
 
-def _run_onnx(file: Path, images: Tensor) -> Tensor:
+def _run_onnx(path: Path, images: Tensor) -> Tensor:
     _need("onnxruntime")
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0]).to(images.device)
 
 

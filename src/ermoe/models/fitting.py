@@ -1,8 +1,10 @@
 """Small networks fitted to tokens: the nearest to a dense one that a hidden width and a rank allow, in closed form.
 
 - The hidden units are kept whose outputs vary most, Var[a_j] ‖W2_j‖² (what is constant goes to the bias).
-- An entering weight is cut to rank R where the loss hurts least: Ŵ minimises E‖((x − μ)(W − Ŵ)) √ω‖² with
-  ω_j = E[(∂a_j/∂h_j)²] ‖W2_j‖², so that a unit which is off, or which W2 ignores, costs nothing.
+- An entering weight is cut to rank R where the loss hurts least: with δ = (x − μ)(W − Ŵ) what a cut does to the
+  pre-activations h, the output changes by (δ ∘ a′) W2 to first order, and Ŵ minimises E[δ M δᵀ] with
+  M_jk = E[a′_j a′_k] (W2_j · W2_k). A unit which is off, or which W2 ignores, costs nothing; neither do changes that
+  W2 adds up to nothing. (The diagonal of M is ω_j = E[a′_j²] ‖W2_j‖².)
 - W2 is solved for what is left: the map of rank R from the network's own hidden layer to the dense outputs y,
   argmin_B E‖(a − ā) B − (y − ȳ)‖² + λ ‖B − W2‖², with a bias that restores the mean.
 
@@ -122,44 +124,41 @@ def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
 
 
 def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
-    """The network with entering weights of lower rank, cut in the metric ω."""
+    """The network with entering weights of lower rank, cut in the metric M."""
     moments = _Moments.over(tokens.parts())
     covariance_DD = _ridged(moments.covariance(centred=ffn.has_bias))
-    weight_H = ffn.down.W.double().square().sum(1)
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
     root_D = eigenvalue_D.clamp_min(1e-30).sqrt()
+    weight_HD = ffn.down.W.double()
+    alike_HH = weight_HD @ weight_HD.mT  # W2_j · W2_k
 
-    def cut(linear: Linear, slope_H: Tensor) -> Linear:
+    def cut(linear: Linear, slopes_HH: Tensor) -> Linear:
         W = linear.W.double()
         coloured_DH = root_D.unsqueeze(1) * (eigenvector_DD.mT @ W)  # √C W, up to a rotation
-        weighted_DH = coloured_DH * (slope_H * weight_H).sqrt()
-        left_DR = torch.linalg.eigh(weighted_DH @ weighted_DH.mT)[1][:, -rank:]
+        left_DR = torch.linalg.eigh(coloured_DH @ (slopes_HH * alike_HH) @ coloured_DH.mT)[1][:, -rank:]
         truncated = (eigenvector_DD / root_D) @ (left_DR @ (left_DR.mT @ coloured_DH))
         bias = None if linear.b is None else linear.b + (moments.mean @ (W - truncated)).to(linear.b.dtype)
         return Linear(truncated.to(linear.W.dtype), bias)
 
-    slopes = _squared_slopes(ffn, tokens)
+    slopes = _slopes(ffn, tokens)
     if ffn.gate is None:
         return replace(ffn, up=cut(ffn.up, slopes[0]))
     return replace(ffn, gate=cut(ffn.gate, slopes[0]), up=cut(ffn.up, slopes[1]))
 
 
-def _squared_slopes(ffn: FFN, tokens: Tokens) -> list[Tensor]:
-    """E[(∂a_j/∂h_j)²] for the pre-activations h of each entering weight, (H,) each.
-
-    All tokens count alike: which units are on is better known from many tokens than from the few that matter most.
-    """
+def _slopes(ffn: FFN, tokens: Tokens) -> list[Tensor]:
+    """E[a′_j a′_k] with a′_j = ∂a_j/∂h_j for the pre-activations h of each entering weight, (H, H) each."""
     entries = [ffn.up] if ffn.gate is None else [ffn.gate, ffn.up]
-    totals = [linear.W.new_zeros(ffn.hidden_dim, dtype=torch.float64) for linear in entries]
+    totals = [linear.W.new_zeros(ffn.hidden_dim, ffn.hidden_dim, dtype=torch.float64) for linear in entries]
     some = tokens.where(torch.arange(min(len(tokens), _TOKENS_FOR_SLOPES), device=tokens.x_TD.device))
-    for x, _ in some.parts():
+    for x, weight_T in some.parts():
         with torch.enable_grad():
             pre = [linear(x).detach().requires_grad_() for linear in entries]
             hidden = ffn.act(pre[0]) if ffn.gate is None else ffn.act(pre[0]) * pre[1]
             slopes = torch.autograd.grad(hidden.sum(), pre)
-        for total, slope in zip(totals, slopes, strict=True):
-            total += slope.square().sum(0).double()
-    return [total / len(some) for total in totals]
+        for total, slope_TH in zip(totals, slopes, strict=True):
+            total += (slope_TH.mT @ (slope_TH * weight_T.unsqueeze(1))).double()
+    return [total / float(some.weight_T.sum()) for total in totals]
 
 
 def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:

@@ -5,6 +5,7 @@ What nobody stated is not stated on the card: nothing is guessed.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ermoe.errors import UserError
 from ermoe.files import StrPath, printable
 from ermoe.models.backbones import family_name, family_of
 from ermoe.models.count import idle_parameters
-from ermoe.models.io import CONFIG, WEIGHTS, save, weightless
+from ermoe.models.io import CONFIG, INDEX, save, weightless, weights_in
 from ermoe.models.upcycle import Options, Sparsity
 
 CARD = "README.md"
@@ -106,7 +107,7 @@ def push(
 ) -> str:
     """Uploads a model, or a folder that `ermoe.save` wrote, to the repository ``repo`` of the Hugging Face hub.
 
-    The repository gets config.json, model.safetensors and a card, README.md, in one commit; it is made if there is
+    The repository gets config.json, the weights and a card, README.md, in one commit; it is made if there is
     none. `ermoe.load` takes the model from there. Log in first with ``hf auth login``, or set HF_TOKEN.
 
     Args:
@@ -133,7 +134,7 @@ def push(
     _check_name(repo)
     stated = Card(license, _names(datasets), figures or {}, base_model, about, _names(tags))
     with _written(model, args) as (folder, described):
-        contents: dict[str, Any] = {name: folder / name for name in (CONFIG, WEIGHTS)}
+        contents: dict[str, Any] = {file.name: file for file in (folder / CONFIG, *_files(folder))}
         contents[CARD] = stated.text(repo, described).encode()
         with _explained(repo):
             return _upload(contents, repo, private=private, message=message)
@@ -145,13 +146,15 @@ def _names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _upload(contents: Mapping[str, Any], repo: str, *, private: bool | None, message: str) -> str:
-    """One commit with files or bytes by name; returns its address."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+    """One commit with files or bytes by name, without weights of an earlier model; returns its address."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     hub = HfApi(library_name="ermoe", library_version=__version__)
     hub.create_repo(repo, private=private, exist_ok=True)
     additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in contents.items()]
-    return str(hub.create_commit(repo, additions, commit_message=message).commit_url)
+    others = [name for name in fnmatch.filter(hub.list_repo_files(repo), "model*.safetensors*") if name not in contents]
+    removals = [CommitOperationDelete(path_in_repo=name) for name in others]
+    return str(hub.create_commit(repo, [*additions, *removals], commit_message=message).commit_url)
 
 
 def _check_name(repo: str) -> None:
@@ -169,7 +172,7 @@ def _check_name(repo: str) -> None:
 
 @contextmanager
 def _written(model: nn.Module | StrPath, args: Options | None) -> Iterator[tuple[Path, nn.Module]]:
-    """A folder with the model's two files, whole and fitting, and the model; maybe without its weights."""
+    """A folder with the model's files, whole and fitting, and the model; maybe without its weights."""
     if isinstance(model, nn.Module):
         with tempfile.TemporaryDirectory() as place:
             save(model, place, args=args)
@@ -178,9 +181,15 @@ def _written(model: nn.Module | StrPath, args: Options | None) -> Iterator[tuple
         raise UserError(f"{printable(model)} is no folder: name one that ermoe.save wrote")
     else:
         described = weightless(model)
-        if not (Path(model) / WEIGHTS).is_file():
-            raise UserError(f"{Path(model) / WEIGHTS} is missing: save the model again")
+        if missing := [file for file in _files(Path(model)) if not file.is_file()]:
+            raise UserError(f"{missing[0]} is missing: save the model again")
         yield Path(model), described
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with its weights, and the index of these if they are several."""
+    index = folder / INDEX
+    return [*([index] if index.is_file() else []), *weights_in(folder)]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -71,6 +72,8 @@ class SparseModel:
         upcycle(model, init="random", inplace=True, is_new=True, **made["sparsity"])
         if made.get("merged"):
             merge(model, inplace=True)
+        config.ermoe = model.config.ermoe
+        _give(model, config, type(model), model)  # the one it was given: the configuration of a whole may hold it
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "offset_E"}
 
     def save_pretrained(
@@ -160,29 +163,51 @@ def config_json(model: Any) -> Json:
     return {**model.config.to_diff_dict(), "architectures": [type(model).__name__], **eager}
 
 
-def mark(model: Any, sparsity: Sparsity | None) -> None:
-    """Gives a model the class and the configuration of a sparse one, or renews what the latter says; None undoes it."""
+def mark(model: Any, sparsity: Sparsity | None, whole: nn.Module) -> None:
+    """Gives a model the class and the configuration of a sparse one, or renews what the latter says; None undoes it.
+
+    A ``whole`` around it, such as a LLaVA, then builds it sparse: its own configuration holds that of the model.
+    """
     dense, config = dense_class(model), dense_config(model.config)
     if sparsity is None:
-        _give(model, config, dense)
+        _give(model, config, dense, whole)
         return
     if config.model_type in DENSE_TYPES:
         sparse_config(config.model_type)
     config_class: Any = type(config)
     config.__class__ = _config_like(config_class)
     config.ermoe = {"sparsity": sparsity.as_options(), "merged": sparsity.merged}
-    _give(model, config, sparse_class(dense))
+    _give(model, config, sparse_class(dense), whole)
 
 
-def _give(model: Any, config: PreTrainedConfig, kind: Any) -> None:
-    """Another class, and another configuration to all parts that share the model's: other models may have the old."""
+def _give(model: Any, config: PreTrainedConfig, kind: Any, whole: nn.Module) -> None:
+    """Another class, and another configuration wherever the model's is held: other models may have the old."""
     old = model.config
-    for module in model.modules():
-        if getattr(module, "config", None) is old:
-            module.config = config
+    holders = [module for module in whole.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    changed = {id(held): _exchanged(held, old, config) for held in (module.config for module in holders)}
+    for module in holders:
+        if (new := changed[id(module.config)]) is not module.config:
+            module.config = new
     model.__class__ = kind
     # Which outputs it can record (output_hidden_states=True): transformers notes that where a model is built.
     _CAN_RECORD_REGISTRY[str(kind)] = kind._can_record_outputs
+
+
+def _exchanged(config: Any, old: Any, new: Any) -> Any:
+    """A configuration with ``new`` in the place of ``old``; itself, if it does not hold that."""
+    if config is old:
+        return new
+    parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    others = {name: other for name, part in parts.items() if (other := _exchanged(part, old, new)) is not part}
+    config = copy.copy(config) if others else config
+    vars(config).update(others)
+    return config
+
+
+def is_built_by(whole: Any, model: Any) -> bool:
+    """Whether a model of transformers builds another, a part of it, from its own configuration."""
+    config = getattr(whole, "config", None)
+    return isinstance(config, PreTrainedConfig) and _exchanged(config, model.config, None) is not config
 
 
 def __getattr__(name: str) -> Any:

@@ -101,14 +101,14 @@ class Inside(Family):
         )
 
     def _how_to_save(self, model: Any) -> str:
-        return (
-            f"ermoe.save writes that part, ermoe.save({address(self.path)}, folder); the rest of a "
-            f"{type(model).__name__} is yours to save, as its state_dict"
-        )
+        kind, part = type(model).__name__, f"ermoe.save writes that part, ermoe.save({address(self.path)}, folder)"
+        if self.family.is_built_by(model, self._held(model)):
+            return f"{part}; save_pretrained and from_pretrained of {kind} keep the whole"
+        return f"{part}; the rest of a {kind} is yours to save, as its state_dict"
 
-    def mark(self, model: Any, sparsity: Any) -> None:
+    def mark(self, model: Any, sparsity: Any, whole: nn.Module) -> None:
         if self.around is not None:
-            self.around.mark(model, sparsity)
+            self.around.mark(model, sparsity, whole)
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
         if self.around is not None:
@@ -124,16 +124,18 @@ def inside(model: nn.Module) -> Inside:
     >>> inside(wrapped).blocks(wrapped)[1][0]
     '0.blocks.1'
     """
-    found = dict(_backbones(model))
+    found: dict[nn.Module, str] = {}
+    for path, held in _backbones(model):
+        found.setdefault(held, path)
     if len(found) == 1:
-        ((path, held),) = found.items()
+        ((held, path),) = found.items()
         return Inside(path, _family(held))
     if not found:
         family_name(model)  # says which backbones there are
-    listed = ", ".join(f"{path} ({type(held).__name__})" for path, held in found.items())
+    listed = ", ".join(f"{path} ({type(held).__name__})" for held, path in found.items())
     raise UserError(
         f"this {type(model).__name__} holds several backbones, {listed}: pass the one you mean, for example "
-        f"ermoe.upcycle({address(next(iter(found)))}, inplace=True)"
+        f"ermoe.upcycle({address(next(iter(found.values())))}, inplace=True)"
     )
 
 
@@ -148,7 +150,7 @@ def address(path: str) -> str:
 
 
 def _backbones(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are backbones, each under one of its names."""
+    """The outermost modules that are backbones, under all their names."""
     for name, child in module.named_children():
         if _is_backbone(child):
             yield f"{prefix}{name}", child

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ermoe import _auto_classes, cpu
+from ermoe._moved import renamed
 from ermoe._version import __version__
 from ermoe.errors import UserError
 from ermoe.files import (
@@ -43,10 +44,11 @@ from ermoe.models.weights.compare import difference
 from ermoe.models.weights.stored import check_numbers, declared, first_line, no_larger_than, read_checkpoint
 from ermoe.nn import Balance
 from ermoe.nn.routers import OneWayRouter
-from ermoe.nn.sharding import is_sharded, whole
+from ermoe.nn.sharding import is_sharded, whole, without_fsdp
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _LARGEST_FILE = 5 * 10**9
+_PRECISIONS = ("float32", "float16", "bfloat16", "float64")
 _LISTED = 6
 _CHECKS_ITSELF = "_extra_state"  # torch's name for what a module reads with a method of its own
 
@@ -90,7 +92,8 @@ def save_state(
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder")
-    config = _config(model, args)
+    with without_fsdp(model):  # whose modules have classes of their own
+        config = _config(model, args)
     text = json.dumps(config, indent=2, default=_refuse)
     files = _split(state, largest_file)
     is_shared = any(map(is_sharded, state.values()))
@@ -164,21 +167,22 @@ def _without_data(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def load(source: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
+@renamed(source="model")
+def load(model: StrPath, *, device: torch.device | str = "cpu") -> nn.Module:
     """The model that `save` wrote, from a folder or from a repository of the Hugging Face hub ("owner/name").
 
     Also sparse models of transformers that ``save_pretrained`` or the Trainer wrote.
 
     Before anything is built or read, what the configuration asks for is compared with what the weights' header has.
     """
-    folder = _folder(source)
+    folder = _folder(model)
     config, _ = _planned(folder)
-    model = _rebuild(config, folder / CONFIG)
+    loaded = _rebuild(config, folder / CONFIG)
     for file in weights_in(folder):  # all of them together are what the model needs: `_planned` has compared
-        load_state(model, read_checkpoint(file), source=file, strict=False)
-    model = model.to(device)
-    _warn_of_cpu(model, folder)
-    return model
+        load_state(loaded, read_checkpoint(file), path=file, strict=False)
+    loaded = loaded.to(device)
+    _warn_of_cpu(loaded, folder)
+    return loaded
 
 
 def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
@@ -189,9 +193,9 @@ def _warn_of_cpu(model: nn.Module, folder: Path) -> None:
         logging.getLogger("ermoe").warning("%s holds weights in %s: %s", folder, weight.dtype, problem)
 
 
-def weightless(source: StrPath) -> nn.Module:
+def weightless(model: StrPath) -> nn.Module:
     """The model that `save` wrote, on the meta device: its shape without its weights, which need not be there."""
-    return _planned(_folder(source), needs_weights=False)[1]
+    return _planned(_folder(model), needs_weights=False)[1]
 
 
 def _planned(folder: Path, *, needs_weights: bool = True) -> tuple[Json, nn.Module]:
@@ -210,7 +214,7 @@ def _planned(folder: Path, *, needs_weights: bool = True) -> tuple[Json, nn.Modu
     with no_larger_than(weights, config_file):
         model = _rebuild(config, config_file, device="meta")
     if is_complete:
-        _fitting(model, weights, source=folder if len(files) > 1 else files[0])
+        _fitting(model, weights, path=folder if len(files) > 1 else files[0])
     return config, model
 
 
@@ -267,29 +271,29 @@ def _own_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
-def _folder(source: StrPath) -> Path:
-    folder = Path(source)
+def _folder(model: StrPath) -> Path:
+    folder = Path(model)
     with naming_what_cannot_be_read():
         if folder.is_dir():
             return folder
-    if str(source).count("/") != 1 or folder.is_absolute() or str(source).startswith("."):
+    if str(model).count("/") != 1 or folder.is_absolute() or str(model).startswith("."):
         raise UserError(
-            f"{printable(source)} is no folder: name one that ermoe.save wrote, or a hub repository as owner/name"
+            f"{printable(model)} is no folder: name one that ermoe.save wrote, or a hub repository as owner/name"
         )
-    return _from_hub(str(source))
+    return _from_hub(str(model))
 
 
-def _from_hub(source: str) -> Path:
+def _from_hub(repository: str) -> Path:
     from huggingface_hub import snapshot_download  # a second, which folders need not wait for
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    name, _, revision = source.partition("@")
+    name, _, revision = repository.partition("@")
     try:
         wanted = [CONFIG, INDEX, "model*.safetensors"]
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         raise UserError(
-            f"{source} is neither a folder here nor a repository that the hub would give ({type(problem).__name__})"
+            f"{repository} is neither a folder here nor a repository that the hub would give ({type(problem).__name__})"
         ) from problem
 
 
@@ -332,9 +336,9 @@ def _rebuild(config: Json, path: Path, *, device: str = "cpu") -> nn.Module:
 
 
 def _precision(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if name not in _PRECISIONS:
         raise UserError(f"{CONFIG} gives weights the type {name!r}: write float32, float16 or bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
@@ -423,7 +427,7 @@ def load_state(
     model: nn.Module,
     state: dict[str, Tensor],
     *,
-    source: StrPath,
+    path: StrPath,
     strict: bool = True,
     resized: tuple[str, ...] = (),
 ) -> Fit:
@@ -433,17 +437,17 @@ def load_state(
     or invent something, like complex or whole numbers for real ones. Weights that are not numbers, the end of a run
     that diverged, are refused always.
     """
-    fitting, fit = _fitting(model, state, source=source, strict=strict, resized=resized)
+    fitting, fit = _fitting(model, state, path=path, strict=strict, resized=resized)
     own = model.state_dict()
     if broken := [name for name, tensor in fitting.items() if not _has_numbers(tensor, own[name], name)]:
         raise UserError(
-            f"{source} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
+            f"{path} holds values that are not numbers: {_listed(broken)}; its training diverged, or the file is "
             "damaged: use an earlier checkpoint, or copy it again"
         )
     try:
         model.load_state_dict(fitting, strict=False)
     except (RuntimeError, TypeError, ValueError) as problem:
-        raise UserError(f"{source} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
+        raise UserError(f"{path} does not fit this {type(model).__name__}: {first_line(problem)}") from problem
     return fit
 
 
@@ -451,7 +455,7 @@ def _fitting(
     model: nn.Module,
     state: Mapping[str, Tensor],
     *,
-    source: StrPath,
+    path: StrPath,
     strict: bool = True,
     resized: tuple[str, ...] = (),
 ) -> tuple[dict[str, Tensor], Fit]:
@@ -478,7 +482,7 @@ def _fitting(
         resized=resized,
     )
     if strict and (fit.missing or fit.unexpected):
-        raise UserError(f"{source} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
+        raise UserError(f"{path} does not fit this {type(model).__name__}: {_explain(fit, shapes, types)}")
     return {name: tensor for name, tensor in state.items() if name in wanted and name not in wrong}, fit
 
 

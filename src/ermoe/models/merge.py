@@ -8,7 +8,6 @@ Letters: E experts, D model width, I input and O output width of a weight, R ran
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -19,6 +18,7 @@ from ermoe.models.backbones import SparseBlock, densify, family_of
 from ermoe.models.obstacles import refuse_adapters
 from ermoe.models.upcycle import Sparsity, mark_sparse, sparsity_of
 from ermoe.nn import DenseLinear, EigenLinear, MoE, Score, TopKRouter
+from ermoe.nn.sharding import usable_copy
 
 _EQUAL_ENOUGH = 1e-4
 
@@ -34,14 +34,14 @@ def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     (True, 'DenseLinear')
     """
     refuse_adapters(model)
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else usable_copy(model)
     for layer in model.modules():
         if isinstance(layer, MoE):
             _merge_layer(layer)
     for module in model.modules():
         sparsity = getattr(module, "sparsity", None)
         if isinstance(sparsity, Sparsity):
-            mark_sparse(module, replace(sparsity, merged=True))
+            mark_sparse(module, replace(sparsity, merged=True), model)
     return model
 
 
@@ -100,7 +100,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     refuse_adapters(model)
     sparsity_of(model)
     family = family_of(model)
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else usable_copy(model)
     sparse = [(name, block) for name, block in family.blocks(model) if isinstance(block, SparseBlock)]
     for name, block in sparse:
         _check_equal(name, block)
@@ -112,7 +112,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     backbone = family.backbone(model)
     for name in ("sparsity", "output_error", "group_fits", "no_weight_decay"):
         backbone.__dict__.pop(name, None)
-    family_of(backbone).mark(backbone, None)
+    family_of(backbone).mark(backbone, None, model)
     return model
 
 

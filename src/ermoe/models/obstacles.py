@@ -53,6 +53,8 @@ def obstacle(block: Any) -> str | None:
     """Why experts would change what the block does, as the end of a sentence about it; None if they would not."""
     if "forward" in vars(block):
         return "it has a forward of its own, which knows nothing of experts; del block.forward first"
+    if _is_foreign(block):
+        return f"it has {_put_in(block)}, which knows nothing of experts; undo that first"
     for path, module in dense_network(block).named_modules():
         found = _own_ways(module, is_part=bool(path))
         if found is not None:
@@ -97,9 +99,13 @@ def _own_ways(module: nn.Module, *, is_part: bool) -> str | None:
         return "has a forward of its own, which would be lost; delete that first"
     if is_part and _is_adapted(module):
         return not_linear(module)
+    if _is_foreign(module) and (not is_part or isinstance(module, nn.Linear)):
+        return f"has {_put_in(module)}, which would be lost; undo that first"
     if isinstance(module, _REPLACED) and _is_foreign(module):
         kind = next(base.__name__ for base in type(module).__mro__ if base in _REPLACED)
         return f"is a {type(module).__module__}.{type(module).__qualname__}, which experts do not have; use {kind}"
+    if any(parameter._backward_hooks for parameter in module.parameters(recurse=False)):
+        return "has a hook on the gradient of a weight, which would be lost; remove it"
     strange = next((p for p in module.parameters(recurse=False) if not _is_plain(p)), None)
     if strange is not None:
         return (
@@ -117,7 +123,12 @@ def _has_hook(module: nn.Module) -> bool:
 
 def _is_foreign(module: nn.Module) -> bool:
     """Whether its class, or one of its bases, has a forward that none of the known libraries wrote."""
-    return type(module).forward.__module__.partition(".")[0] not in _LIBRARIES
+    return str(type(module).forward.__module__).partition(".")[0] not in _LIBRARIES
+
+
+def _put_in(module: nn.Module) -> str:
+    """A forward that somebody else has put into a library's class."""
+    return f"a forward that {type(module).forward.__module__} has put into the class {type(module).__name__}"
 
 
 def not_linear(module: nn.Module) -> str:

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from ermoe.errors import UserError
 from ermoe.models.backbones import call, family_of
 from ermoe.nn import moe_layers
+from ermoe.nn.sharding import without_fsdp
 
 # Where models keep the tensor that is their answer, in the order in which it is looked for.
 _ANSWERS = ("logits", "image_embeds", "image_features", "last_hidden_state", "reconstruction", "feature_maps")
@@ -151,11 +152,15 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
 def run_without_data(model: nn.Module, shape: tuple[int, ...]) -> None:
     """A forward pass along the static path over tensors that have a shape and no data; the model stays as it is."""
     eye = Eye(model)
-    tensors = {**dict(eye.named_parameters()), **dict(eye.named_buffers())}
-    weightless = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    # Tensors of each module once: one that has two names would not get its own back, if torch looked for ties.
+    weightless = {
+        f"{path}.{name}": torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for path, module in eye.named_modules()
+        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
     images = torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype)
-    with evaluating(model), every_expert(model):
-        functional_call(eye, weightless, (images,))
+    with evaluating(model), every_expert(model), without_fsdp(model):
+        functional_call(eye, weightless, (images,), tie_weights=False)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Named models, and what they cost beside the paper's figures.
 
 The paper's "FLOPs" are multiply-adds: its 26.3 G for V-MoE B/16 would be 52.6 G if multiplications and additions were
-counted one by one. Figures here are multiply-adds too, half of what `ermoe.count` says.
+counted one by one. Figures here, and of `ermoe.count`, are multiply-adds too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
-from ermoe.errors import UserError
+from ermoe.errors import unknown_name
 from ermoe.models.count import Count, count
 from ermoe.models.upcycle import Options, upcycle
 
@@ -81,7 +81,7 @@ def preset(name: str) -> Preset:
     504
     """
     if name not in PRESETS:
-        raise UserError(f"there is no preset {name!r}: use one of {', '.join(PRESETS)}")
+        raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]
 
 
@@ -117,21 +117,24 @@ class Way:
 
 
 def millions(number: float) -> str:
-    """A number of parameters.
+    """A number of parameters, in millions unless it is small.
 
-    >>> millions(86_567_656)
-    '86.6 M'
+    >>> millions(86_567_656), millions(52_310)
+    ('86.6 M', '52.3 k')
     """
-    return f"{number / 1e6:.1f} M"
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number / 1e3:.1f} k"
 
 
-def multiply_adds(flops: float) -> str:
-    """Operations as billions of multiply-adds.
+def multiply_adds(number: float) -> str:
+    """A number of them, in billions unless it is small.
 
-    >>> multiply_adds(35_127_656_448)
-    '17.56 G'
+    >>> multiply_adds(17_563_828_224), multiply_adds(2_600_000), multiply_adds(480)
+    ('17.56 G', '2.60 M', '0.48 k')
     """
-    return f"{flops / 2e9:.2f} G"
+    size, unit = next(
+        (size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if number >= size / 10 or size == 1e3
+    )
+    return f"{number / size:.2f} {unit}"
 
 
 def count_preset(preset: Preset) -> Count:
@@ -163,9 +166,9 @@ def ways(preset: Preset) -> list[Way]:
 
 def parts(counted: Count) -> list[tuple[str, str, str]]:
     """Name, multiply-adds and share of every part of an image's cost."""
-    total = counted.flops.total
+    total = counted.multiply_adds.total
     return [
-        (name.replace("_", " "), multiply_adds(flops), f"{flops / total:.1%}")
-        for name, flops in asdict(counted.flops).items()
-        if flops
+        (name.replace("_", " "), multiply_adds(work), f"{work / total:.1%}")
+        for name, work in asdict(counted.multiply_adds).items()
+        if work
     ]

@@ -189,8 +189,8 @@ def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Sli
     return Slimmed(
         slimmed,
         layers,
-        operations=sparse.flops.total,
-        dense_operations=dense.flops.total,
+        operations=sparse.multiply_adds.total,
+        dense_operations=dense.multiply_adds.total,
         parameters=sparse.total_parameters,
         dense_parameters=dense.total_parameters,
         agreement=figures["agreement"],
@@ -249,7 +249,7 @@ def choose_sizes(
     taught = {name: (block, networks[name]) for name, block in blocks}
     tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
     harm = {name: _harm(ffn, tokens.pop(name), num_experts, cut) for name, ffn in networks.items()}
-    to_save = (1 - budget) * count(model).flops.total / (2 * family.num_tokens(model))
+    to_save = (1 - budget) * count(model).multiply_adds.total / family.num_tokens(model)
     chosen = _shrink(networks, harm, to_save, is_rank=cut == "rank")
     return {index: size for index, (name, _) in enumerate(blocks) if (size := chosen[name]) is not None}
 

@@ -164,8 +164,8 @@ def upcycle(
     """A sparse model with the outputs of ``model``: some of its feed-forward networks become mixtures of experts.
 
     Args:
-        model: a vision transformer of timm, torchvision, Hugging Face or open_clip (docs/upcycling.md), or a module
-            that holds one.
+        model: a vision transformer of timm, torchvision, Hugging Face or open_clip (docs/reference/backbones.md), or a
+            module that holds one.
         num_experts: experts E of each layer, or one number for each block.
         top_k: experts per token K.
         blocks: which blocks get experts: "every-2" (1, 3, 5, …), "last-n" (the last n), "all", or a list of indices.
@@ -254,7 +254,7 @@ def upcycle(
     for index, (name, block) in chosen.items():
         fits[name] = _convert(family, block, index, sparsity, init, tokens.pop(name, None), generator)
     backbone = family.backbone(model)
-    mark_sparse(backbone, sparsity)
+    mark_sparse(backbone, sparsity, model)
     if init == "clusters" and calibration is not None:
         settle_offsets(model, calibration)  # tokens meet other experts before, so they come as others
     _report(backbone, fits)
@@ -418,8 +418,8 @@ def _is_index(index: object, depth: int) -> bool:
     return isinstance(index, int) and -depth <= index < depth
 
 
-def mark_sparse(model: Any, sparsity: Sparsity) -> None:
-    """Lets a model say how it is sparse, and tells timm's optimisers which of its parameters not to decay.
+def mark_sparse(model: Any, sparsity: Sparsity, whole: nn.Module) -> None:
+    """Lets a model, a part of ``whole``, say how it is sparse, and timm's optimisers which parameters not to decay.
 
     A model that became sparse block by block, always in the same way, is as one that became so at once.
     """
@@ -427,7 +427,7 @@ def mark_sparse(model: Any, sparsity: Sparsity) -> None:
     if replace(before, blocks=sparsity.blocks, merged=sparsity.merged) == sparsity:
         sparsity = replace(sparsity, blocks=tuple(sorted({*before.blocks, *sparsity.blocks})))
     model.sparsity = sparsity
-    family_of(model).mark(model, sparsity)
+    family_of(model).mark(model, sparsity, whole)
     if hasattr(model, "no_weight_decay"):
         names = frozenset(type(model).no_weight_decay(model)) | no_weight_decay(model)
         model.no_weight_decay = partial(set, names)  # the names, not the model: a cycle would delay its release

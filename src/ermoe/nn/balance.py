@@ -100,12 +100,13 @@ class Balance(nn.Module, ABC):
         if is_recomputing():
             return
         assert routing.score_TE is not None
-        score_TE = routing.score_TE.detach().float()
-        real_T = score_TE.new_ones(len(score_TE)) if routing.mask_T is None else routing.mask_T.float()
-        ranking_TE = score_TE + self.offset_E
-        variance_T = (ranking_TE - ranking_TE.mean(-1, keepdim=True)).square().mean(-1)
-        totals = torch.stack([(variance_T * real_T).sum(), real_T.sum()])
-        seen = torch.cat([routing.count_E.float(), real_T @ score_TE, totals])
+        score_TE, mask_T = routing.score_TE.detach().float(), routing.mask_T
+        variance_T = (score_TE + self.offset_E).var(-1, correction=0)
+        num_tokens_1 = score_TE.new_full((1,), len(score_TE))
+        if mask_T is not None:
+            score_TE, variance_T = score_TE * mask_T.unsqueeze(1), variance_T * mask_T
+            num_tokens_1 = mask_T.sum(0, keepdim=True).float()
+        seen = torch.cat([routing.count_E.float(), score_TE.sum(0), variance_T.sum(0, keepdim=True), num_tokens_1])
         if is_transformed():
             _AddOfAllSamples.apply(seen, self._accumulator.add_)
         else:

@@ -36,7 +36,8 @@ def random_basis(num_experts: int, dim: int, rank: int, *, generator: torch.Gene
 def _gram_error(basis_EnR: Tensor) -> Tensor:
     """UᵀU − I for every expert, (E, R, R)."""
     gram_ERR = basis_EnR.mT @ basis_EnR
-    return gram_ERR - torch.eye(gram_ERR.shape[-1], dtype=gram_ERR.dtype, device=gram_ERR.device)
+    gram_ERR.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return gram_ERR
 
 
 def orthonormality_error(basis_EnR: Tensor) -> Tensor:

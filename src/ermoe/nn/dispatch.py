@@ -1,6 +1,6 @@
 """From tokens to rows sorted by expert, and back: dispatch knows nothing of scores.
 
-Two stable sorts fix the order of every sum, so the result is the same in every run and on every device; nothing is
+Stable sorts fix the order of every sum, so the result is the same in every run and on every device; nothing is
 added atomically. Gathering rows and summing them per token are each other's gradients, and are written as such.
 
 Letters: T tokens, D width, A pairs of token and expert, E experts.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ermoe.nn.routing import Routing, count_pairs
+from ermoe.nn.tracing import has_static_shapes
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Plan:
     """The pairs in expert order, and the way back to tokens.
 
     ``slot_A`` lists, token by token, where the token's pairs stand in expert order; the pairs of token t start at
-    ``start_T[t]``.
+    ``start_T[t]``. Where tokens choose, their pairs come token by token, best first, and stay in that order.
     """
 
     token_A: Tensor
@@ -37,19 +38,37 @@ class Plan:
 def plan(routing: Routing) -> Plan:
     """Sorts a routing's pairs by expert."""
     by_expert_A = torch.argsort(routing.expert_A, stable=True)
-    token_A = routing.token_A[by_expert_A]
-    pairs_T = count_pairs(token_A, routing.num_tokens)
+    token_A = routing.token_A.index_select(0, by_expert_A)
     return Plan(
         token_A=token_A,
-        weight_A=routing.weight_A[by_expert_A],
-        count_E=count_pairs(routing.expert_A, routing.num_experts),
-        slot_A=torch.argsort(token_A, stable=True),
-        start_T=pairs_T.cumsum(0) - pairs_T,
+        weight_A=routing.weight_A.index_select(0, by_expert_A),
+        count_E=_count_rows(routing),
+        slot_A=torch.argsort(token_A, stable=True) if routing.expert_TK is None else _inverse(by_expert_A),
+        start_T=_starts(routing),
     )
 
 
+def _count_rows(routing: Routing) -> Tensor:
+    """Rows of each expert: its pairs, and where shapes are static those that were not kept."""
+    return count_pairs(routing.expert_A, routing.num_experts) if has_static_shapes() else routing.count_E
+
+
+def _starts(routing: Routing) -> Tensor:
+    """Where the pairs of each token start in the order of tokens, (T,)."""
+    if routing.expert_TK is not None and (routing.kept_TK is None or has_static_shapes()):  # K pairs each
+        top_k = routing.expert_TK.shape[1]
+        return torch.arange(routing.num_tokens, device=routing.token_A.device) * top_k
+    pairs_T = count_pairs(routing.token_A, routing.num_tokens)
+    return pairs_T.cumsum(0) - pairs_T
+
+
+def _inverse(order_A: Tensor) -> Tensor:
+    """The permutation that undoes another, without a sort."""
+    return torch.empty_like(order_A).scatter(0, order_A, torch.arange(order_A.shape[0], device=order_A.device))
+
+
 def _sum_per_token(y_AD: Tensor, weight_A: Tensor | None, slot_A: Tensor, start_T: Tensor) -> Tensor:
-    weight = None if weight_A is None else weight_A[slot_A]
+    weight = None if weight_A is None else weight_A.index_select(0, slot_A)
     return F.embedding_bag(slot_A, y_AD, start_T, mode="sum", per_sample_weights=weight)
 
 
@@ -57,7 +76,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_TD: Tensor, token_A: Tensor, slot_A: Tensor, start_T: Tensor) -> Tensor:
         ctx.save_for_backward(slot_A, start_T)
-        return x_TD[token_A]
+        return x_TD.index_select(0, token_A)
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor) -> tuple[Tensor, None, None, None]:
@@ -77,7 +96,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         y_AD, weight_A, token_A = ctx.saved_tensors
-        grad_AD = grad_TD[token_A]
+        grad_AD = grad_TD.index_select(0, token_A)
         return grad_AD * weight_A.unsqueeze(1), (grad_AD * y_AD).sum(1), None, None, None
 
 

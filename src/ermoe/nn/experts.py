@@ -18,7 +18,7 @@ from ermoe.nn import products
 from ermoe.nn.basis import random_basis
 from ermoe.nn.exchange import exchanged
 from ermoe.nn.products import Products
-from ermoe.nn.sharding import at_work, is_sharded
+from ermoe.nn.sharding import is_sharded
 from ermoe.nn.start import Start, parameter
 from ermoe.nn.tracing import is_for_onnx, is_transformed
 
@@ -69,12 +69,12 @@ class EigenLinear(nn.Module):
         """
         if x is None or ops is None:
             return self.U
-        U, s, V, bias = at_work(self.U), at_work(self.s), at_work(self.V), at_work(self.bias)
+        U, V = self.U, self.V  # once: adapters compute them anew whenever they are asked
         (_, in_dim, rank), out_dim = U.shape, V.shape[1]
         saved_per_row = rank * (in_dim + out_dim) - in_dim * out_dim
         if not torch.compiler.is_exporting() and ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
-            return ops.merged(x, U, s, V, bias)
-        return ops.linear(ops.scale(ops.linear(x, U), s), V, bias, transposed=True)
+            return ops.merged(x, U, self.s, V, self.bias)
+        return ops.linear(ops.scale(ops.linear(x, U), self.s), V, self.bias, transposed=True)
 
     @property
     def in_dim(self) -> int:
@@ -116,7 +116,7 @@ class DenseLinear(nn.Module):
 
     def forward(self, x: Tensor, ops: Products) -> Tensor:
         """x W + b."""
-        return ops.linear(x, at_work(self.W), at_work(self.bias))
+        return ops.linear(x, self.W, self.bias)
 
     @property
     def in_dim(self) -> int:
@@ -216,11 +216,13 @@ class Experts(nn.Module):
     def expert(self, x: Tensor, ops: Products) -> Tensor:
         """One expert's function, whatever ``ops`` makes of it (see `ermoe.nn.products`)."""
         hidden = self.up(x, ops)
-        hidden = self.drop(self.act(hidden) if self.gate is None else self.act(self.gate(x, ops)) * hidden)
+        hidden = self.act(hidden) if self.gate is None else self.act(self.gate(x, ops)) * hidden
+        if self.drop.p:
+            hidden = self.drop(hidden)
         if self.inner_norm is not None:
             hidden = self.inner_norm(hidden)
-        output: Tensor = self.drop(self.down(hidden, ops))
-        return output
+        output: Tensor = self.down(hidden, ops)
+        return self.drop(output) if self.drop.p else output
 
     def forward(self, x_AD: Tensor, count_E: Tensor) -> Tensor:
         """Expert outputs of rows sorted by expert, ``count_E`` rows each, (A, D); wherever the experts are."""

@@ -32,11 +32,15 @@ def is_one_of(index: Tensor, number: int) -> Tensor:
 
 
 def stable_top_k(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest entries of each row, best first; of equal entries the lower id wins.
+    """Ids of the k largest entries of each row, best first; of equal entries the lower id wins. All are above −inf.
 
     >>> stable_top_k(torch.tensor([[0.5, 0.9, 0.9]]), 2).tolist()
     [[1, 2]]
     """
-    if k == 1:  # the first of the largest, without sorting the others
-        return ranking_TE.argmax(dim=-1, keepdim=True)
-    return falling_order(ranking_TE)[:, :k]
+    if k > 2:
+        return falling_order(ranking_TE)[:, :k]
+    best_T1 = ranking_TE.argmax(-1, keepdim=True)  # the first of the largest, without sorting the others
+    if k == 1:
+        return best_T1
+    others_TE = ranking_TE.scatter(-1, best_T1, -torch.inf)
+    return torch.cat([best_T1, others_TE.argmax(-1, keepdim=True)], dim=-1)

@@ -6,8 +6,9 @@ over processes, and every process retracts its own experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from ermoe.nn.basis import orthogonality_penalty, orthonormality_error, polar_fa
 from ermoe.nn.experts import DenseLinear, EigenLinear
 from ermoe.nn.precision import double
 from ermoe.nn.scores import LogitScore, PrototypeScore, Score
-from ermoe.nn.sharding import over_processes, own_experts
+from ermoe.nn.sharding import by_mesh, over_processes, own_experts
+
+_SMALL_STACK = 2**18  # numbers, up to which copying stacks into one costs less than a product of each
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,8 +52,24 @@ def orthogonality_loss(model: nn.Module) -> Tensor:
     >>> bool(orthogonality_loss(EigenMoE(16, num_experts=2)) < 1e-9)
     True
     """
-    penalties = [over_processes(orthogonality_penalty(own_experts(basis)), basis, "sum") for basis in bases(model)]
+    penalties = []
+    for group in by_mesh(bases(model)):
+        stacks = _alike(own_experts(basis) for basis in group)
+        own = torch.stack([orthogonality_penalty(stack) for stack in stacks]).sum()
+        penalties.append(over_processes(own, group[0], "sum"))
     return torch.stack(penalties).sum() if penalties else torch.zeros(())
+
+
+def _alike(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same bases in fewer stacks: small ones of equal shape in one, for they cost little more than one of them."""
+    groups: dict[Any, list[Tensor]] = {}
+    for stack in stacks:
+        if stack.numel() > _SMALL_STACK:
+            yield stack
+        else:
+            groups.setdefault((stack.shape, stack.dtype, stack.device), []).append(stack)
+    for group in groups.values():
+        yield group[0] if len(group) == 1 else torch.cat(group)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ermoe.errors import UserError
 from ermoe.nn.exchange import EXPERTS
 from ermoe.nn.layer import moe_layers
-from ermoe.nn.sharding import is_sharded, whole
+from ermoe.nn.sharding import by_mesh, is_sharded, whole
 
 PARALLEL = ("ddp", "fsdp", "ep", "fsdp+ep")
 COPIES, SHARDS = "replicate", "efsdp"
@@ -152,7 +152,23 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, ignored_params=numbers)
     fully_shard(model, mesh=mesh, ignored_params=numbers)
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            parameter.register_post_accumulate_grad_hook(_keep_own_gradient)
     return model
+
+
+def _keep_own_gradient(parameter: Tensor) -> None:
+    """Takes a gradient out of the one tensor in which FSDP hands out those of a module.
+
+    Some bases have their penalty's gradient already, and FSDP adds to that. Any of the others, however small, would
+    keep the whole tensor beside them.
+    """
+    gradient = parameter.grad
+    if gradient is not None and is_sharded(gradient):
+        own = gradient.to_local()
+        if own.untyped_storage().nbytes() > own.nbytes:
+            parameter.grad = gradient.clone()
 
 
 def _blocks(model: nn.Module) -> Iterable[nn.Module]:
@@ -183,14 +199,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors apart by the processes that share them: torch computes on many at once only within one mesh."""
-    groups: dict[DeviceMesh | None, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
-    return list(groups.values())
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:

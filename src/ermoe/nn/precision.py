@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[None]:
-    """Switches autocast off for the device of ``x``."""
-    if torch.amp.is_autocast_available(x.device.type):
-        off: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
+    """Switches autocast off for the device of ``x``; in a traced graph too, which may meet it later."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        off: AbstractContextManager[None] = torch.autocast(kind, enabled=False)
         return off
     return nullcontext()
 

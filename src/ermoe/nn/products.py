@@ -3,7 +3,8 @@
 An expert is written once, in terms of ``linear`` and ``scale`` of a `Products`; the three classes here decide what
 those mean. `ExpertAtATime` suits the CPU, where one expert's activations stay in cache. `Grouped` has static shapes
 and needs no host sync, so it suits CUDA and ``torch.compile``. `EveryExpert` runs every expert on every token, with
-nothing but ordinary matrix products, for exporters and as the slow twin of the others.
+nothing but ordinary matrix products, for exporters and as the slow twin of the others. Of weights that are shared out
+among processes they take what is here.
 
 Letters: A rows (pairs sorted by expert), E experts, I input and O output width of one weight, T tokens.
 """
@@ -16,6 +17,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ermoe.nn.sharding import at_work
+
+_SMALL_STACK = 2**20  # numbers: what all experts' weights may have to be merged at once
 
 
 class Products(ABC):
@@ -31,7 +36,7 @@ class Products(ABC):
 
     def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
         """x W + b with W = U diag(s) Vᵀ built first."""
-        return self.linear(x, _merge(U, s, V), bias)
+        return self.linear(x, _merge(at_work(U), at_work(s), at_work(V)), bias)
 
     @abstractmethod
     def rows_per_expert(self, x: Tensor) -> float:
@@ -55,10 +60,12 @@ class _OneExpert(Products):
     def __init__(self) -> None:
         self.expert = 0
         self._unbound: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._merged: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _own(self, stacked: Tensor) -> Tensor:
         if id(stacked) not in self._unbound:
-            self._unbound[id(stacked)] = (stacked, stacked.unbind(0))  # an id is unique only while its tensor lives
+            unbound = at_work(stacked).unbind(0)
+            self._unbound[id(stacked)] = (stacked, unbound)  # an id is unique only while its tensor lives
         return self._unbound[id(stacked)][1][self.expert]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
@@ -69,8 +76,16 @@ class _OneExpert(Products):
         return x * self._own(factor).to(x.dtype)
 
     def merged(self, x: Tensor, U: Tensor, s: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-        weight = _merge(self._own(U), self._own(s), self._own(V))
+        weight = self._own_merged(U, s, V)
         return x @ weight if bias is None else torch.addmm(self._own(bias), x, weight)
+
+    def _own_merged(self, U: Tensor, s: Tensor, V: Tensor) -> Tensor:
+        """Small weights are merged for all experts at once: it takes hardly longer than one of them."""
+        if U.shape[0] * U.shape[1] * V.shape[1] > _SMALL_STACK:
+            return _merge(self._own(U), self._own(s), self._own(V))
+        if id(U) not in self._merged:
+            self._merged[id(U)] = (U, _merge(at_work(U), at_work(s), at_work(V)))
+        return self._own(self._merged[id(U)][1])
 
     def rows_per_expert(self, x: Tensor) -> float:
         return x.shape[0]
@@ -86,12 +101,12 @@ class _GroupedRows(Products):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         dtype = compute_dtype(x)  # grouped_mm is unknown to autocast
-        weight = weight.mT if transposed else weight
+        weight = at_work(weight).mT if transposed else at_work(weight)
         y = F.grouped_mm(x.to(dtype), weight.to(dtype), offs=self._end_E)
-        return y if bias is None else y + bias.to(dtype)[self._expert_A]
+        return y if bias is None else y + at_work(bias).to(dtype)[self._expert_A]
 
     def scale(self, x: Tensor, factor: Tensor) -> Tensor:
-        return x * factor.to(x.dtype)[self._expert_A]
+        return x * at_work(factor).to(x.dtype)[self._expert_A]
 
     def rows_per_expert(self, x: Tensor) -> float:
         return x.shape[0] / len(self._end_E)

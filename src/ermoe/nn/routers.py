@@ -179,10 +179,8 @@ class TopKRouter(Router):
         """The decision on given scores."""
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
         with torch.no_grad():
-            fell_back_T = score_TE.amax(-1) < self.threshold
-            expert_TK, kept_TK = self._select(score_TE, fell_back_T)
+            expert_TK, kept_TK = self._select(score_TE)
             if mask_T is not None:
-                fell_back_T = fell_back_T & mask_T
                 real_TK = mask_T.unsqueeze(1).expand_as(expert_TK)
                 kept_TK = real_TK if kept_TK is None else kept_TK & real_TK
         weight_TK = _mixture_weights(score_TE.gather(1, expert_TK), kept_TK, floor=self.weight_floor)
@@ -193,23 +191,24 @@ class TopKRouter(Router):
             num_experts=self.num_experts,
             kept_TK=admitted_TK,
             score_TE=score_TE,
-            fell_back_T=fell_back_T,
+            threshold=self.threshold,
             mask_T=mask_T,
             num_dropped=num_dropped,
         )
 
-    def _select(self, score_TE: Tensor, fell_back_T: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _select(self, score_TE: Tensor) -> tuple[Tensor, Tensor | None]:
         """Top-k ids by score + offset, and which of them the threshold keeps (None: all)."""
         ranking_TE = score_TE if self.balance is None else score_TE + self.balance.offset_E
         if self.below_threshold == "fill":
             return stable_top_k(ranking_TE, self.top_k), None
         eligible_TE = score_TE >= self.threshold
-        eligible_ranking_TE = ranking_TE.masked_fill(~eligible_TE, -torch.inf)
-        ranking_TE = torch.where(fell_back_T.unsqueeze(1), score_TE, eligible_ranking_TE)
+        fell_back_T1 = ~eligible_TE.any(-1, keepdim=True)
+        eligible_ranking_TE = ranking_TE.masked_fill(~eligible_TE, torch.finfo(ranking_TE.dtype).min)
+        ranking_TE = torch.where(fell_back_T1, score_TE, eligible_ranking_TE)
         expert_TK = stable_top_k(ranking_TE, self.top_k)
         kept_TK = eligible_TE.gather(1, expert_TK)
         first_K = torch.arange(self.top_k, device=score_TE.device) == 0
-        return expert_TK, kept_TK | (fell_back_T.unsqueeze(1) & first_K)
+        return expert_TK, kept_TK | (fell_back_T1 & first_K)
 
     def _admit(
         self, expert_TK: Tensor, kept_TK: Tensor | None, mask_GS: Tensor | None, num_groups: int
@@ -233,7 +232,8 @@ class TopKRouter(Router):
 def _mixture_weights(score_TK: Tensor, kept_TK: Tensor | None, *, floor: float) -> Tensor:
     """Eq. 7 with a floor: (max(score, 0) + ε) / Σ. The floor replaces 0/0 and bounds the gradient."""
     positive_TK = score_TK.clamp_min(0) + floor
-    if kept_TK is not None:
-        positive_TK = positive_TK * kept_TK
-    total_T = positive_TK.sum(-1, keepdim=True)
-    return positive_TK / torch.where(total_T > 0, total_T, 1)
+    if kept_TK is None:
+        return positive_TK / positive_TK.sum(-1, keepdim=True)
+    positive_TK = positive_TK * kept_TK
+    total_T1 = positive_TK.sum(-1, keepdim=True)
+    return positive_TK / torch.where(total_T1 > 0, total_T1, 1)

@@ -42,7 +42,7 @@ class Routing:
     weight_TK: Tensor | None = None
     kept_TK: Tensor | None = None
     score_TE: Tensor | None = None
-    fell_back_T: Tensor | None = None
+    threshold: float | None = None
     mask_T: Tensor | None = None
     num_dropped: Tensor | None = None
     auxiliary_loss: Tensor | None = None
@@ -56,7 +56,7 @@ class Routing:
         num_experts: int,
         kept_TK: Tensor | None = None,
         score_TE: Tensor | None = None,
-        fell_back_T: Tensor | None = None,
+        threshold: float | None = None,
         mask_T: Tensor | None = None,
         num_dropped: Tensor | None = None,
     ) -> Routing:
@@ -86,7 +86,7 @@ class Routing:
             weight_TK=weight_TK,
             kept_TK=kept_TK,
             score_TE=score_TE,
-            fell_back_T=fell_back_T,
+            threshold=threshold,
             mask_T=mask_T,
             num_dropped=num_dropped,
         )
@@ -101,6 +101,14 @@ class Routing:
             score_TE=self.score_TE,
             mask_T=self.mask_T,
         )
+
+    @property
+    def fell_back_T(self) -> Tensor | None:  # noqa: N802 - a tensor, named by its shape as the fields are
+        """Which real tokens have no score that reaches the threshold, (T,); None without one."""
+        if self.threshold is None or self.score_TE is None:
+            return None
+        below_T = self.score_TE.detach().amax(-1) < self.threshold
+        return below_T if self.mask_T is None else below_T & self.mask_T
 
     def dense_weights(self) -> Tensor:
         """The mixing weights as a matrix (T, E), zero where a token does not use an expert."""

@@ -23,7 +23,7 @@ from ermoe.nn.precision import full_precision, widen
 from ermoe.nn.sharding import everywhere
 from ermoe.nn.start import Start, parameter
 
-_SMALLEST_SQUARED_NORM = 1e-20
+_SMALLEST_NORM = 1e-10
 
 
 def project(x_TD: Tensor, basis_EDr: Tensor) -> Tensor:
@@ -70,8 +70,9 @@ class _Cosine(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        inverse_u, inverse_v = _inverse_norm(u), _inverse_norm(v)
-        return _dot(u, v) * inverse_u * inverse_v, inverse_u, inverse_v
+        norm_u, norm_v = torch.linalg.vector_norm(u, dim=-1), torch.linalg.vector_norm(v, dim=-1)
+        vanishes = torch.minimum(norm_u, norm_v) <= _SMALLEST_NORM
+        return (_dot(u, v) / (norm_u * norm_v)).masked_fill(vanishes, 0), norm_u, norm_v
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -80,10 +81,12 @@ class _Cosine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        u, v, cos, inverse_u, inverse_v = ctx.saved_tensors
-        across, along = (grad * inverse_u * inverse_v).unsqueeze(-1), grad * cos
-        grad_u = torch.addcmul(v * across, u, (along * inverse_u.square()).unsqueeze(-1), value=-1)
-        grad_v = torch.addcmul(u * across, v, (along * inverse_v.square()).unsqueeze(-1), value=-1)
+        u, v, cos, norm_u, norm_v = ctx.saved_tensors
+        grad = grad.masked_fill(torch.minimum(norm_u, norm_v) <= _SMALLEST_NORM, 0)
+        norm_u, norm_v = norm_u.clamp_min(_SMALLEST_NORM), norm_v.clamp_min(_SMALLEST_NORM)
+        across, along = (grad / (norm_u * norm_v)).unsqueeze(-1), grad * cos
+        grad_u = torch.addcmul(v * across, u, (along / norm_u.square()).unsqueeze(-1), value=-1)
+        grad_v = torch.addcmul(u * across, v, (along / norm_v.square()).unsqueeze(-1), value=-1)
         return grad_u.sum_to_size(u.shape), grad_v.sum_to_size(v.shape)
 
 
@@ -99,7 +102,7 @@ def _dot(u: Tensor, v: Tensor) -> Tensor:
 
 def _inverse_norm(u: Tensor) -> Tensor:
     squared = _dot(u, u)
-    return torch.where(squared > _SMALLEST_SQUARED_NORM, squared, math.inf).rsqrt()
+    return torch.where(squared > _SMALLEST_NORM**2, squared, math.inf).rsqrt()
 
 
 class Score(nn.Module, ABC):
@@ -213,7 +216,7 @@ class EnergyScore(Score):
         projected_TEr = project(x_TD, basis_EDr)
         squared_TE = _dot(projected_TEr, projected_TEr)
         # The root has an infinite slope at 0, where a token is orthogonal to the whole subspace.
-        visible = squared_TE > _SMALLEST_SQUARED_NORM
+        visible = squared_TE > _SMALLEST_NORM**2
         norm_TE = torch.where(visible, squared_TE, 1.0).sqrt() * visible
         return norm_TE * _inverse_norm(x_TD).unsqueeze(-1)
 

@@ -6,18 +6,34 @@ Stacked parameters are sharded over experts, so each process holds whole bases o
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeGuard, overload
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor, told by its mesh: importing the class takes seconds, which one process need not wait."""
     return hasattr(tensor, "device_mesh")
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors apart by the processes that share them: torch computes on many at once only within one mesh.
+
+    >>> len(by_mesh([torch.ones(1), torch.ones(2)]))
+    1
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -31,12 +47,42 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that needs no other process; every process must ask."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if is_sharded(parameter):
-                setattr(module, name, nn.Parameter(whole(parameter.detach()), parameter.requires_grad))
-    return model
+    with without_fsdp(model):
+        known = {
+            id(parameter): nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+            for parameter in model.parameters()
+            if is_sharded(parameter)
+        }
+        return copy.deepcopy(model, known)
+
+
+def usable_copy(model: nn.Module) -> nn.Module:
+    """A copy whose experts stay where they are; of a model in shards, which FSDP does not copy, a `whole_copy`."""
+    return whole_copy(model) if any(map(_is_in_shards, model.modules())) else copy.deepcopy(model)
+
+
+def _is_in_shards(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")  # an FSDPModule, told without importing FSDP
+
+
+@contextmanager
+def without_fsdp(model: nn.Module) -> Iterator[None]:
+    """Within the block modules have the classes that they had before FSDP, none of its hooks, and their own shards."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    changed = [(module, type(module), dict(vars(module))) for module in filter(_is_in_shards, model.modules())]
+    for module, _, _ in changed:
+        cast(Any, module).reshard()
+    try:
+        for module, kind, own in changed:
+            module.__class__ = kind.__mro__[2]  # after FSDP's own two
+            vars(module).update({name: OrderedDict() for name in hooks})
+            for name in (name for name in own if name.startswith("__composable_api")):
+                del vars(module)[name]
+        yield
+    finally:
+        for module, kind, own in changed:
+            module.__class__ = kind
+            vars(module).update(own)
 
 
 def sharded_as(parameter: Tensor, values: Tensor) -> Tensor:
@@ -59,14 +105,12 @@ def own_experts(parameter: Tensor) -> Tensor:
     return parameter.to_local()
 
 
-@overload
-def at_work(parameter: Tensor) -> Tensor: ...
-@overload
-def at_work(parameter: None) -> None: ...
-def at_work(parameter: Tensor | None) -> Tensor | None:
+def at_work(parameter: Tensor) -> Tensor:
     """`own_experts` for a forward pass: what they learn is summed over the processes that hold copies of them."""
-    if parameter is None or not is_sharded(parameter):
+    if not is_sharded(parameter):
         return parameter
+    if not any(placement.is_replicate() for placement in parameter.placements):
+        return parameter.to_local()
     from torch.distributed.tensor import Partial
 
     learns = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]

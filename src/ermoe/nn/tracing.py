@@ -20,6 +20,12 @@ def is_for_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
+def is_any_number(size: int) -> bool:
+    """Whether a graph is exported in which a size stands for any: dynamo, behind strict exports, does not tell."""
+    is_symbol = isinstance(size, torch.SymInt) or torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_exporting() and is_symbol
+
+
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, so that what it sees has been counted before.
 

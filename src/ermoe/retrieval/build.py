@@ -72,27 +72,27 @@ def _load_image_tower(model: CLIP, path: str) -> None:
         )
 
 
-def _take_text_tower(model: CLIP, place: str) -> None:
-    other = load(model_folder(place, prefer="best"))
+def _take_text_tower(model: CLIP, folder: str) -> None:
+    other = load(model_folder(folder, prefer="best"))
     if not isinstance(other, CLIP) or other.text.shape != model.text.shape or other.embed_dim != model.embed_dim:
-        raise UserError(f"{place} has no text tower of this shape: name a run of the same preset family")
+        raise UserError(f"{folder} has no text tower of this shape: name a run of the same preset family")
     model.text.load_state_dict(other.text.state_dict())
     with torch.no_grad():
         model.logit_scale.copy_(other.logit_scale)
     model.trained_on = other.trained_on.clone()  # what its text tower has seen counts
 
 
-def load_clip(place: StrPath, *, device: torch.device | str = "cpu") -> CLIP:
+def load_clip(model: StrPath, *, device: torch.device | str = "cpu") -> CLIP:
     """The CLIP of a run folder (the epoch that dev chose), a model folder or a hub repository, in evaluation mode."""
-    model = load(model_folder(place, prefer="best"), device=device)
-    if not isinstance(model, CLIP):
-        raise UserError(f"{place} holds a {type(model).__name__}, not a CLIP: name a run of ermoe retrieve train")
-    return model.eval()
+    found = load(model_folder(model, prefer="best"), device=device)
+    if not isinstance(found, CLIP):
+        raise UserError(f"{model} holds a {type(found).__name__}, not a CLIP: name a run of ermoe retrieve train")
+    return found.eval()
 
 
-def save_id(place: StrPath) -> str | None:
+def save_id(model: StrPath) -> str | None:
     """Which save of a model lies there, so that one that was trained further is told apart; None on the hub."""
-    path = Path(model_folder(place, prefer="best")) / CONFIG
+    path = Path(model_folder(model, prefer="best")) / CONFIG
     if not path.is_file():
         return None
     remedy = "copy the model again, or train it anew"

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ermoe.console import Command, first_read, run_command, say
+from ermoe.console import Command, first_read, say
 from ermoe.errors import UserError
-from ermoe.retrieval.presets import PRESETS, RetrievalRecipe, recipe
-from ermoe.train.settings import Machine, TrainingMachine
+from ermoe.retrieval.presets import ABOUT_METHODS, PRESETS, RetrievalRecipe, recipe
+from ermoe.train.settings import Machine, TrainingMachine, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ermoe.train.compute import Compute
 
 _Word = tyro.conf.Positional
 _Model = Annotated[
@@ -43,13 +45,11 @@ class Train:
     """Train a preset on the train split of a protocol; dev chooses the epoch, test is not opened.
 
     Values shown are the preset's, if one is named. Several processes: torchrun --nproc-per-node=N -m ermoe retrieve
-    train …, or srun.
+    train, or srun.
     """
 
     preset: Annotated[str, _Word, tyro.conf.arg(metavar="PRESET")]
-    """FAMILY-METHOD or FAMILY-METHOD-frozen, with FAMILY one of small, deit-tiny, tiny, openai-b16, laion-b16,
-    imagenet-b16 and METHOD one of ermoe, ermoe-none, v-moe, dense; or FAMILY-clip-moe, FAMILY-long-clip,
-    FAMILY-fix-clip-style."""
+    """A name such as small-ermoe or openai-b16-dense-frozen: ermoe retrieve presets lists and describes them."""
     data: _Data
     recipe: RetrievalRecipe
     machine: TrainingMachine = field(default_factory=TrainingMachine)
@@ -61,11 +61,11 @@ class Train:
     """The run folder; runs/retrieve-PRESET-SEED by default."""
 
     @classmethod
-    def suited(cls, argv: list[str]) -> Train:
-        """With the values of the preset that is named, or of small-ermoe."""
-        usual = cls("small-ermoe", Path(), recipe("small-ermoe"))
+    def suited(cls, argv: list[str], preset: str | None = None) -> Train:
+        """With the values of the preset that is named, here or in a file, or of small-ermoe."""
+        usual = cls(preset or "small-ermoe", Path(), recipe(preset or "small-ermoe"))
         named = first_read(usual, argv).preset
-        return cls(tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
+        return cls(preset or tyro.MISSING, tyro.MISSING, recipe(named) if named in PRESETS else usual.recipe)
 
     def __call__(self, console: Console) -> None:
         if self.preset != self.recipe.preset:
@@ -95,7 +95,7 @@ class Evaluate:
     again: bool = False
     """Read the split another time; the record counts it."""
     report: Path | None = None
-    """Also write a page with rank curves, similarities, best and worst queries."""
+    """Also write an HTML page with rank curves, similarities, best and worst queries to this file."""
     batch_size: int = 100
     """Images at a time."""
     draws: int = 1000
@@ -127,7 +127,7 @@ class BuildIndex:
     """Encode every image below a folder once, to search among them."""
 
     model: _Model
-    images: Annotated[Path, _Word, tyro.conf.arg(metavar="IMAGES")]
+    images: Annotated[Path, _Word, tyro.conf.arg(metavar="DATA")]
     """A folder of image files."""
     machine: Machine = field(default_factory=Machine)
     out: Path = Path("runs/index")
@@ -155,14 +155,13 @@ class Search:
     """Look for images like this one."""
     top: int = 5
     """Images shown."""
-    html: Path | None = None
-    """Also show what was found on a small page."""
+    report: Path | None = None
+    """Also write a small HTML page with what was found to this file."""
     model: str | None = None
     """Where the model lies now, if it moved."""
     images: Path | None = None
     """Where the images lie now, if they moved."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto is the accelerator if there is one."""
+    machine: Machine = field(default_factory=lambda: Machine(workers=0))
 
     def __call__(self, console: Console) -> None:
         if bool(self.query) == (self.image is not None):
@@ -170,24 +169,27 @@ class Search:
         from rich.table import Table
 
         from ermoe.retrieval.index import open_index, write_hits
-        from ermoe.train.compute import device_named
 
-        index = open_index(self.index, model=self.model, images=self.images, device=device_named(self.device))
-        hits = index.search_like(self.image, top=self.top) if self.image else index.search(self.query, top=self.top)
+        with self.machine.started(console) as compute:
+            index = open_index(self.index, model=self.model, images=self.images, device=compute.device)
+            hits = index.search_like(self.image, top=self.top) if self.image else index.search(self.query, top=self.top)
         table = Table("")
         table.add_column("file", overflow="fold")
         table.add_column("cosine")
         for place, hit in enumerate(hits, 1):
             table.add_row(str(place), hit.file, f"{hit.cosine:.3f}")
         console.print(table, markup=False, emoji=False)
-        if self.html is not None:
+        if self.report is not None:
             query = self.query or f"like {self.image}"
-            say(console, f"written: {write_hits(index, query, hits, self.html)}")
+            say(console, f"written: {write_hits(index, query, hits, self.report)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Classify:
-    """Name what images show by comparing them with class names; no training."""
+class Predict:
+    """Name what images show by comparing them with class names; no training.
+
+    Give image files, or --data with a labelled set for the accuracy on it.
+    """
 
     model: _Model
     images: Annotated[tuple[str, ...], _Word, tyro.conf.arg(metavar="[IMAGE…]")] = ()
@@ -207,32 +209,33 @@ class Classify:
             raise UserError(f"--top {self.top}: need at least 1")
         if bool(self.images) == (self.data is not None):
             raise UserError("give image files, or --data with a labelled set")
+        from ermoe.retrieval.predicting import predict
+
+        names = _names(self.classes)
+        with self.machine.started(console) as compute:
+            if self.data is not None:
+                self._accuracy(self.data, names, compute)
+                return
+            found = predict(self.model, self.images, names, templates=self.templates, top=self.top, compute=compute)
+            for seen in found:
+                ranked = zip(seen.classes, seen.probabilities, strict=True)
+                compute.say(f"{seen.image}: " + ", ".join(f"{name} {chance:.1%}" for name, chance in ranked))
+
+    def _accuracy(self, data: str, names: list[str], compute: Compute) -> None:
         from timm.utils import accuracy
 
         from ermoe.data.images import open_images
         from ermoe.retrieval.build import load_clip
         from ermoe.retrieval.encode import classify
-        from ermoe.retrieval.index import image_files
 
-        names = _names(self.classes)
-        images = image_files(Path(), list(self.images)) if self.data is None else open_images(self.data, "test")
-        if self.data is not None:
-            names = names or images.classes
-            if len(names) != len(images.classes):
-                raise UserError(
-                    f"{len(names)} names for the {len(images.classes)} classes of {self.data}: give as many"
-                )
-        with self.machine.started(console) as compute:
-            model = load_clip(self.model, device=compute.device)
-            chance_NC = classify(model, images, names, templates=self.templates, compute=compute)
-        if self.data is not None:
-            top1, top5 = accuracy(chance_NC, images.label_N, topk=(1, 5))
-            compute.say(f"{images.summary}\nzero-shot top-1 {top1:.1f}%, top-5 {top5:.1f}%")
-            return
-        for image, chance_C in zip(self.images, chance_NC, strict=True):
-            value, order = chance_C.sort(descending=True, stable=True)
-            ranked = zip(order[: self.top].tolist(), value[: self.top].tolist(), strict=True)
-            compute.say(f"{image}: " + ", ".join(f"{names[c]} {p:.1%}" for c, p in ranked))
+        images = open_images(data, "test")
+        names = names or images.classes
+        if len(names) != len(images.classes):
+            raise UserError(f"{len(names)} names for the {len(images.classes)} classes of {data}: give as many")
+        model = load_clip(self.model, device=compute.device)
+        chance_NC = classify(model, images, names, templates=self.templates, compute=compute)
+        top1, top5 = accuracy(chance_NC, images.label_N, topk=(1, 5))
+        compute.say(f"{images.summary}\nzero-shot top-1 {top1:.1f}%, top-5 {top5:.1f}%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,7 @@ class Convert:
     """As for training; openai-b16-dense or laion-b16-dense for the plain model."""
     weights: Annotated[str, _Word, tyro.conf.arg(metavar="WEIGHTS")]
     """open_clip's, OpenAI's or Hugging Face's file."""
-    out: Annotated[Path, _Word, tyro.conf.arg(metavar="FOLDER")]
+    out: Path = Path("runs/clip")
     """The model folder."""
 
     def __call__(self, console: Console) -> None:
@@ -256,20 +259,23 @@ class Convert:
         say(console, f"written: {self.out}")
 
 
+@dataclass(frozen=True, slots=True)
+class Presets:
+    """What can be trained by name: towers, methods and their training."""
+
+    def __call__(self, console: Console) -> None:
+        say(console, in_words(PRESETS, ABOUT_METHODS, "ermoe retrieve train"))
+
+
 COMMANDS: dict[str, type[Command]] = {
+    "presets": Presets,
     "train": Train,
-    "eval": Evaluate,
+    "evaluate": Evaluate,
     "index": BuildIndex,
     "search": Search,
-    "classify": Classify,
+    "predict": Predict,
     "convert": Convert,
 }
-
-
-def run(argv: list[str]) -> None:
-    """Entry point of the command."""
-    description = "Train and evaluate image–text models, search images by words, classify without labels."
-    run_command(COMMANDS, argv, prog="ermoe retrieve", description=description)
 
 
 def _names(classes: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_gather
 
 from ermoe.analysis.recorder import record_routing
 from ermoe.analysis.summary import over_layers
-from ermoe.data.order import Order
+from ermoe.data.shard_order import order_of
 from ermoe.errors import UserError
 from ermoe.nn import moe_layers
 from ermoe.nn.sharding import whole
@@ -59,7 +59,7 @@ class Contrastive(Task):
             seed=training.seed,
             needs_long=self.objective.needs_long,
         )
-        order = Order(len(self.train_set), training.batch_size, training.seed)
+        order = order_of(data.train.images, training.batch_size, training.seed, shuffle=recipe.shuffle)
         self.loader: Loader[CaptionedBatch] = Loader(self.source, order, compute=compute)
         self._dev_TL = tokenise(self.dev_set.texts, model.context_length).id_TL
         compute.say(self._introduction())

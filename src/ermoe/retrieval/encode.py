@@ -24,7 +24,7 @@ from ermoe.train.compute import Compute, Processes, sum_over_processes
 from ermoe.train.loader import Loader
 from ermoe.train.settings import NO_AUGMENTATION, Augmentation
 
-_TEMPLATES = ("a photo of a {}.",)
+TEMPLATES = ("a photo of a {}.",)
 
 
 def image_transform(model: CLIP, augmentation: Augmentation = NO_AUGMENTATION, seed: int = 0) -> Transform:
@@ -43,7 +43,7 @@ def encode_images(model: CLIP, images: Images, *, batch_size: int = 100, compute
     loader = Loader(image_transform(model).of(images), batch_size=batch_size, compute=compute)
     model.eval()
     feature_ID = torch.zeros(len(images), model.embed_dim, device=compute.device, dtype=model.logit_scale.dtype)
-    for (batch,) in loader.epoch():
+    for batch in loader:
         assert batch.index is not None
         encoded = model.encode_image(batch.image.to(feature_ID.dtype), normalize=True)
         feature_ID[batch.index.to(compute.device)] = encoded
@@ -82,7 +82,7 @@ def _shared(feature: Tensor) -> Tensor:
     return wide(sum_over_processes(feature).cpu())
 
 
-def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = _TEMPLATES) -> Tensor:
+def class_features(model: CLIP, classes: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
     """One unit vector a class, (C, D): the mean over templates of the features of its name in them."""
     if len(classes) < 2:
         raise UserError(f"{len(classes)} classes: give at least two names to choose among")
@@ -104,7 +104,7 @@ def classify(
     images: Images,
     classes: Sequence[str],
     *,
-    templates: Sequence[str] = _TEMPLATES,
+    templates: Sequence[str] = TEMPLATES,
     batch_size: int = 100,
     compute: Compute | None = None,
 ) -> Tensor:

@@ -49,9 +49,9 @@ class Evaluation:
 
 
 def evaluate(
-    place: StrPath,
+    model: StrPath,
     data: StrPath,
-    protocol: str,
+    protocol: str = "custom",
     *,
     split: str = "test",
     images: StrPath | None = None,
@@ -64,20 +64,28 @@ def evaluate(
 
     The record is written beside the model, see `record_path`. If there is one of this model and this very pool, it is
     returned instead, unless ``again`` asks for another look, which the record counts; dev may be read at will.
+
+    Args:
+        model: a run folder, a model folder, or a repository of the hub.
+        data, protocol, split, images: see `ermoe.open_captions`.
+        again: read the split another time.
+        batch_size: images at a time.
+        draws: of images, for the intervals.
+        compute: device, processes and workers.
     """
     if draws < 1:
         raise UserError(f"draws={draws}: intervals need at least 1")
     compute = Compute() if compute is None else compute
-    model = load_clip(place, device=compute.device)
+    clip = load_clip(model, device=compute.device)
     captions = open_captions(data, protocol, split, images=images)
-    _refuse_training_images(model, captions)
-    path, save = record_path(place, captions), save_id(place)
+    _refuse_training_images(clip, captions)
+    path, save = record_path(model, captions), save_id(model)
     earlier = _earlier(path, captions.fingerprint)
     if earlier is not None and not again and split != "dev" and earlier["save"] == save:
         return Evaluation(earlier, path)
-    tokens = tokenise(captions.texts, model.context_length)
-    image_ID = encode_images(model, captions.images, batch_size=batch_size, compute=compute)
-    text_TD = encode_tokens(model, tokens.id_TL, compute=compute)
+    tokens = tokenise(captions.texts, clip.context_length)
+    image_ID = encode_images(clip, captions.images, batch_size=batch_size, compute=compute)
+    text_TD = encode_tokens(clip, tokens.id_TL, compute=compute)
     retrieval = retrieve(image_ID, text_TD, captions.text_to_image_T)
     record = {
         "protocol": protocol,
@@ -87,9 +95,9 @@ def evaluate(
         "cut_captions": tokens.num_cut,
         "pool": captions.fingerprint,
         "found": captions.summary,
-        "model": os.fspath(place),
+        "model": os.fspath(model),
         "save": save,
-        "training_images": training_images(model),
+        "training_images": training_images(clip),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "reads": 1 + (0 if earlier is None else earlier["reads"]),
         **_summary(retrieval, draws),
@@ -147,12 +155,12 @@ def training_images(model: CLIP) -> int | str:
     return f"{len(known) - 1:,}, and unknown ones before" if len(known) > 1 else "unknown"
 
 
-def record_path(place: StrPath, captions: CaptionSet) -> Path:
+def record_path(model: StrPath, captions: CaptionSet) -> Path:
     """``retrieval-PROTOCOL-SPLIT.json`` beside the model, or in the run folder that it is the best of.
 
     A custom pool is known by its fingerprint: ``retrieval-custom-FINGERPRINT-SPLIT.json``.
     """
-    home = Path(place)
+    home = Path(model)
     run = RunFolder(home.parent.parent)
     home = run.folder if run.best == home and run.config.is_file() else home
     pool = f"{captions.protocol}-{captions.fingerprint}" if captions.protocol == "custom" else captions.protocol

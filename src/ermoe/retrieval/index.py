@@ -114,15 +114,15 @@ def open_index(
     return Index(Path(root if images is None else images), files, feature_ID, clip)
 
 
-def _stored(place: Path) -> tuple[str, str | None, str, list[str], Tensor]:
+def _stored(folder: Path) -> tuple[str, str | None, str, list[str], Tensor]:
     """Model, its save, root, files and vectors of an index, as its two files have them."""
     anew = "make the index anew"
-    content = read_object(place / _FILES, anew, limit=LARGEST_TEXT)
-    feature_ID = read_checkpoint(place / _FEATURES).get("image")
+    content = read_object(folder / _FILES, anew, limit=LARGEST_TEXT)
+    feature_ID = read_checkpoint(folder / _FEATURES).get("image")
     made_by, save, root, files = (content.get(name) for name in ("model", "save", "root", "files"))
     texts = [made_by, root, "" if save is None else save, *(files if isinstance(files, list) else [None])]
     if not all(isinstance(text, str) for text in texts) or feature_ID is None or feature_ID.dtype != torch.float32:
-        raise UserError(f"{place} is damaged: {anew}")
+        raise UserError(f"{folder} is damaged: {anew}")
     return str(made_by), save, str(root), texts[3:], feature_ID
 
 

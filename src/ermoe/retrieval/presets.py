@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -66,6 +66,8 @@ class RetrievalRecipe:
         variant: "clip", or a rival: "clip-moe" (experts in both towers, only gates learn), "long-clip" (248 tokens,
             primary components), "fix-clip-style" (two branches).
         label_smoothing: share of a pair's weight that is spread over all pairs.
+        shuffle: "all" training images, or "shards", where every process reads tar files of its own, each from front to
+            back: for storage that is slow to read at random.
         image_lr: factor on the learning rate of the image tower without its projection, for one that knows something
             beside a text tower that knows nothing.
         weights: a CLIP file for both towers, or for the text tower if image weights are given; of deit-tiny a ViT file
@@ -87,6 +89,7 @@ class RetrievalRecipe:
     text_tower: Annotated[str, tyro.conf.Suppress] = "tuned"
     variant: Annotated[str, tyro.conf.Suppress] = "clip"
     label_smoothing: float = 0.0
+    shuffle: Literal["all", "shards"] = "all"
     image_lr: float = 1.0
     weights: str | None = None
     weights_of: Annotated[str, tyro.conf.Suppress] = "clip"
@@ -254,6 +257,18 @@ PRESETS: Mapping[str, Callable[[], RetrievalRecipe]] = {
 }
 
 
+ABOUT_METHODS = {
+    "ermoe": "experts in the image tower route by their own eigenbasis; offsets steer towards equal load",
+    "ermoe-none": "the same without offsets: the paper's rule",
+    "v-moe": "V-MoE in the image tower",
+    "dense": "both towers without experts",
+    "…-frozen": "the text tower comes from --weights or --text-from and is left as it is",
+    "clip-moe": "CLIP-MoE: experts in both towers, of which only the gates learn",
+    "long-clip": "Long-CLIP: 248 tokens of text, and primary components",
+    "fix-clip-style": "two branches, for long and short captions",
+}
+
+
 def recipe(name: str) -> RetrievalRecipe:
     """The recipe called ``name``.
 
@@ -261,5 +276,5 @@ def recipe(name: str) -> RetrievalRecipe:
     {'router': 'v-moe'}
     """
     if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
+        raise unknown_name("preset", name, PRESETS, listed_by="ermoe retrieve presets")
     return replace(PRESETS[name](), preset=name)

@@ -34,8 +34,8 @@ class Bench:
     """Which benchmark to run."""
     rounds: int = 15
     """Rounds in which every candidate runs once."""
-    threads: tuple[int, ...] = (2,)
-    """Numbers of CPU threads; `layer` runs each of them, the others the largest."""
+    threads: int = 2
+    """CPU threads; 0 leaves that to torch."""
     routings: tuple[Literal["natural", "balanced", "collapsed"], ...] = ("natural", "balanced", "collapsed")
     """Kinds of routing for `layer`."""
     images: int = 8
@@ -50,20 +50,22 @@ class Bench:
     """Folder for the records (bench.jsonl) and the plots."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.images < 1 or not self.threads or min(self.threads) < 1:
-            raise UserError("--rounds, --images and --threads must be at least 1")
+        if self.rounds < 1 or self.images < 1 or self.threads < 0:
+            raise UserError("--rounds and --images must be at least 1, --threads 0 or more")
 
     def __call__(self, console: Console) -> None:
         if self.instructions == "avx2":
             cpu.limit_to_avx2()
+        import torch
+
         from ermoe.studies.bench import data, layer, model, parts, scale
         from ermoe.studies.bench.peers import Shape
         from ermoe.studies.bench.result import save, show
 
-        shape, rounds, threads = Shape(images=self.images), self.rounds, max(self.threads)
+        shape, rounds, threads = Shape(images=self.images), self.rounds, self.threads or torch.get_num_threads()
         benchmarks = {
             "layer": lambda: layer.beside_peers(
-                shape, rounds=rounds, threads=list(self.threads), routings=list(self.routings), memory=self.memory
+                shape, rounds=rounds, threads=[threads], routings=list(self.routings), memory=self.memory
             ),
             "parts": lambda: parts.run(rounds=rounds, threads=threads),
             "routing": lambda: layer.routing(shape, rounds=rounds, threads=threads),

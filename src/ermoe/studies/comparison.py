@@ -39,7 +39,7 @@ _COLUMNS = {"top1": ("accuracy", ".2%")} | {name: (MEASURES[name].label, MEASURE
 
 def run_comparison(asked: Comparison, *, console: Console | None = None) -> list[Record]:
     """Trains every preset with every seed, seeds outermost; one that was interrupted goes on."""
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(_threads(asked))
     compute = Compute(Processes(device=device_named(asked.device)), console=console)
     jobs = [_job(asked, preset, seed, compute) for seed in asked.seeds for preset in asked.presets]
     return run_queue(
@@ -61,6 +61,10 @@ def _job(asked: Comparison, preset: str, seed: int, compute: Compute) -> Job:
     return Job(preset, seed, work, {**asdict(chosen), "data": str(asked.data)})
 
 
+def _threads(asked: Comparison) -> int:
+    return asked.threads or torch.get_num_threads()
+
+
 def step_times(asked: Comparison) -> dict[str, Measurement]:
     """By preset, a step's time beside that of the dense preset of its family, from the last record of that name.
 
@@ -71,7 +75,7 @@ def step_times(asked: Comparison) -> dict[str, Measurement]:
     wanted = {preset for family in families.values() for preset in family}
     if not wanted:
         return {}
-    settings = {"data": asked.data.resolve().name, "threads": asked.threads, "rounds": _ROUNDS}
+    settings = {"data": asked.data.resolve().name, "threads": _threads(asked), "rounds": _ROUNDS}
     settings["device"] = device_named(asked.device).type
     figures = recorded_steps(read_records(asked.out / RECORDS), settings)
     if not wanted <= figures.keys():
@@ -104,7 +108,7 @@ def _families(presets: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _measure(asked: Comparison, dense: str, presets: list[str]) -> list[Measurement]:
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(_threads(asked))
     images, device = open_images(asked.data, "train"), device_named(asked.device)
     return compare(take_turns({preset: _step(preset, images, device) for preset in presets}, rounds=_ROUNDS), dense)
 
@@ -116,7 +120,7 @@ def _step(preset: str, images: Images, device: torch.device) -> Callable[[], obj
     order = Order(len(images), chosen.training.batch_size, chosen.training.seed)
     where = Compute(Processes(device=device))
     loader = Loader(transform_for(model, chosen.augmentation).of(images), order, compute=where)
-    ready = [(part.image, part.label) for (part,) in itertools.islice(loader.epoch(), _NUM_BATCHES)]
+    ready = [(part.image, part.label) for part in itertools.islice(loader, _NUM_BATCHES)]
     return training_step_of(model, itertools.cycle(ready))
 
 

@@ -92,7 +92,7 @@ class Photographs:
         loader = Loader(transform_for(self.dense).of(self.test), batch_size=50, compute=self.compute)
         answers.eval()
         with ermoe.record_routing(model) if moe_layers(model) else nullcontext() as routing:
-            for (batch,) in loader.epoch():
+            for batch in loader:
                 answer_B = answers(batch.image).argmax(1)
                 right.append(answer_B == batch.label)
                 same.append(answer_B == self.dense(batch.image).argmax(1))
@@ -104,7 +104,7 @@ class Photographs:
             "agreement": float(torch.cat(same).double().mean()),
             RIGHT: packed(right_N),
             "num_images": len(right_N),
-            "operations": counted.flops.total / dense.flops.total,
+            "operations": counted.multiply_adds.total / dense.multiply_adds.total,
             "parameters": counted.total_parameters / dense.total_parameters,
             "largest_load_cv2": max((layer["load_cv2"] for layer in layers), default=None),
             "drop_rate": max((layer["drop_rate"] for layer in layers), default=None),

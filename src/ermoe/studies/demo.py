@@ -113,8 +113,7 @@ class Demo:
         say(console, f"{', '.join(CONTEST)} learn digits from nothing, {self.epochs} epochs.")
         trained = out / f"{self.epochs}-epochs"
         asked = Comparison(
-            tuple(CONTEST.values()),
-            Path("digits"),
+            (*CONTEST.values(), "digits"),
             (self.seed,),
             trained,
             epochs=self.epochs,

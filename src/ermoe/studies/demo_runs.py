@@ -162,7 +162,7 @@ class DemoRuns:
         training = self.recipe.training
         order = Order(len(self.data.train), training.batch_size, training.seed)
         loader = Loader(transform_for(model).of(self.data.train), order, compute=self.compute)
-        ready = [(part.image, part.label) for (part,) in itertools.islice(loader.epoch(), 4)]
+        ready = [(part.image, part.label) for part in itertools.islice(loader, 4)]
         return training_step_of(model, itertools.cycle(ready))
 
     def _answer(self, model: nn.Module) -> Callable[[], object]:
@@ -182,7 +182,7 @@ class DemoRuns:
 
     def _held_out(self) -> list[Tensor]:
         loader = Loader(transform_for(self._dense()).of(self.data.test), compute=self.compute)
-        return [batch.image for (batch,) in loader.epoch()]
+        return [batch.image for batch in loader]
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.recipe.training.seed)

@@ -32,16 +32,16 @@ class Row:
     answer: Measurement | None = None
 
     @classmethod
-    def of(cls, name: str, place: Path, figures: Mapping[str, Any], step: Measurement | None = None) -> Row:
+    def of(cls, name: str, folder: Path, figures: Mapping[str, Any], step: Measurement | None = None) -> Row:
         """From the figures of a run, and the model in its folder."""
-        size = count(weightless(model_folder(place)))
+        size = count(weightless(model_folder(folder)))
         return cls(
             name,
-            place,
+            folder,
             accuracy=figures["top1"],
             load_cv2=figures.get("load_cv2", math.nan),
             parameters=size.total_parameters,
-            operations=size.flops.total,
+            operations=size.multiply_adds.total,
             agreement=figures.get("agreement", math.nan),
             step=step,
         )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ermoe.console import say
+from ermoe.console import Command, say
+from ermoe.errors import UserError
+from ermoe.images import commands
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,20 +23,33 @@ class Comparison:
     Then a few dozen training steps of all presets are timed in turns, if a dense one is among them.
     """
 
-    presets: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Presets, for example cifar-ermoe cifar-v-moe cifar-dense."""
-    data: Path = Path("cifar-10-batches-bin")
-    """The data set of all of them."""
+    presets_and_data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PRESET… DATA")]
+    """Presets of ermoe image presets, and last the data set of all of them: cifar-ermoe cifar-dense
+    cifar-10-batches-bin."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Every preset is trained with each of them."""
     out: Path = Path("runs/study")
     """Folder for the records, the table (table.md) and the run folders."""
     epochs: int | None = None
-    """Other than the presets'."""
-    threads: int = 2
-    """CPU threads."""
+    """Passes over the data; by default as many as each preset has."""
+    threads: int = 0
+    """CPU threads; 0 leaves that to torch."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto is the accelerator if there is one."""
+
+    def __post_init__(self) -> None:
+        if len(self.presets_and_data) < 2 or not self.seeds:
+            raise UserError("a study needs a preset, the data and a seed: ermoe image study PRESET… DATA --seeds 1 2 3")
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """What is compared."""
+        return self.presets_and_data[:-1]
+
+    @property
+    def data(self) -> Path:
+        """The data set of all of them."""
+        return Path(self.presets_and_data[-1])
 
     def __call__(self, console: Console) -> None:
         from ermoe.files import replacing
@@ -50,3 +65,6 @@ class Comparison:
     def changes(self) -> dict[str, Any]:
         """What differs from the presets."""
         return {} if self.epochs is None else {"epochs": self.epochs}
+
+
+COMMANDS: dict[str, type[Command]] = {**commands.COMMANDS, "study": Comparison}

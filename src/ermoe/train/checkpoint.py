@@ -8,6 +8,7 @@ random-number states in it: those are a function of the step.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -81,7 +82,9 @@ def read(path: Path) -> Checkpoint:
     """The checkpoint at ``path``; nothing but tensors and plain values is ever unpickled."""
     try:
         check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # about what is refused anyway
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True)
         written = state["format"]
     except Exception as problem:  # what unpickling damaged bytes raises is anybody's guess
         raise UserError(f"{path} is damaged or no checkpoint of a run: remove it to start anew") from problem

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ermoe.console import say
 from ermoe.errors import UserError
+from ermoe.train.callbacks import Callback, TensorBoard
 
 _CPU = torch.device("cpu")
 
@@ -45,6 +47,7 @@ class Compute:
         compile: run training steps through `torch.compile`.
         workers: processes that read files ahead; what is in memory needs none.
         console: for what a person wants to know. None says nothing; the progress bar is then on standard error.
+        callbacks: who is told the figures of a run, see `ermoe.train.callbacks`; TensorBoard alone by default.
     """
 
     group: Processes = field(default_factory=Processes)
@@ -54,6 +57,7 @@ class Compute:
     compile: bool = False
     workers: int = 0
     console: Console | None = None
+    callbacks: Sequence[Callback] = field(default_factory=lambda: (TensorBoard(),))
 
     @property
     def device(self) -> torch.device:
@@ -112,11 +116,18 @@ def processes(device: str | None = "auto") -> Iterator[Processes]:
 def _meet(backend: str) -> None:
     """Starts the process group, apart from earlier lives of a run that torchrun restarted.
 
-    torchrun may keep one store over restarts, where a process would find the addresses of its dead predecessors.
+    torchrun by default keeps one store over restarts, where a process would find the addresses of its dead
+    predecessors; there, lives are told apart by their number. Hosts that came back have counted fewer than those that
+    stayed, so several hosts need a store for every life: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     store, rank, num_processes = next(dist.rendezvous("env://"))
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
     dist.init_process_group(backend, store=dist.PrefixStore(f"life-{life}", store), rank=rank, world_size=num_processes)
+    if is_kept and rank == 0 and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        logging.getLogger("ermoe").warning(
+            "a host that is lost cannot come back into this run: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts"
+        )
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -67,6 +67,16 @@ class Loader(Generic[Batch]):
         assert self.order is not None
         return self.order.steps_per_epoch
 
+    def __len__(self) -> int:
+        """Batches that iterating over it gives."""
+        if self.order is not None:
+            return self.steps_per_epoch * self.num_parts
+        return sum(1 for _ in self._requests(0, 0))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of an evaluation, or of the first epoch of training; later ones are those of `epoch`."""
+        return (part for parts in self.epoch() for part in parts)
+
     def epoch(self, epoch: int = 0, *, first_step: int = 0) -> Iterator[list[Batch]]:
         """For every step from ``first_step`` on, the parts to accumulate; an evaluation has one part a step."""
         num_parts = self.num_parts if self.order is not None else 1
@@ -102,7 +112,7 @@ def some_batches(
     """About so many items, drawn by a hash: the same ones on every process."""
     order = Order(len(source), min(batch_size, len(source)), seed=seed)
     drawn = Loader(source, order, compute=Compute(Processes(device=device)))
-    return (batch for (batch,) in islice(drawn.epoch(), -(-num_items // order.batch_size)))
+    return islice(drawn, -(-num_items // order.batch_size))
 
 
 def prepared(

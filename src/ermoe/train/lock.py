@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,14 +26,16 @@ except ImportError:  # not on this system
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LONGEST_NOTE = 200
+_PATIENCE, _PAUSE = 180.0, 0.2
+"""Seconds: file servers keep the lock of a lost host for one or two minutes."""
 _holders: dict[Path, int] = {}
 """Lock files of this process, and the thread that holds each."""
 _descriptors: set[int] = set()
 
 
 @contextmanager
-def locked(path: Path, place: Path, *, wait: bool = False) -> Iterator[None]:
-    """Within the block no other process comes past here with the same lock file, ``path``, for ``place``.
+def locked(path: Path, what: Path, *, wait: bool = False) -> Iterator[None]:
+    """Within the block no other process comes past here with the same lock file, ``path``, for ``what``.
 
     Another one is refused at once, or waits for the first to end. The thread that holds a lock may ask for it again.
     Folders that had to be made for the lock and stayed empty are removed again.
@@ -44,7 +47,7 @@ def locked(path: Path, place: Path, *, wait: bool = False) -> Iterator[None]:
     made = _make(path.parent)
     descriptor = None
     try:
-        descriptor = _acquire(path, place, wait)
+        descriptor = _acquire(path, what, wait)
         _holders[path] = threading.get_ident()
         yield
     finally:
@@ -66,19 +69,19 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _acquire(path: Path, place: Path, wait: bool) -> int | None:
+def _acquire(path: Path, folder: Path, wait: bool) -> int | None:
     """The descriptor that holds the lock; None where there can be none."""
     while True:
         descriptor = _opened(path)
         if descriptor is None:
             return None
         _descriptors.add(descriptor)
-        if not _lock(descriptor, path, place, wait):
+        if not _lock(descriptor, path, folder, wait):
             return descriptor
         if os.fstat(descriptor).st_nlink:  # else whoever held it before has just removed the file
             with suppress(OSError):  # it is a note for people
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}{_job()}\n".encode())
             return descriptor
         _close(descriptor)
 
@@ -96,16 +99,16 @@ def _opened(path: Path) -> int | None:
         return None
 
 
-def _lock(descriptor: int, path: Path, place: Path, wait: bool) -> bool:
+def _lock(descriptor: int, path: Path, folder: Path, wait: bool) -> bool:
     """False where the system or the file system knows no locks, which is said."""
     if fcntl is not None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _lock_after_predecessors(descriptor, folder, wait)
         except BlockingIOError:
-            holder = os.pread(descriptor, _LONGEST_NOTE, 0).decode("utf-8", "replace").strip()
+            holder = _note(descriptor)
             _close(descriptor)
             raise UserError(
-                f"{printable(place)} is in use by another run ({holder or 'which has just begun'}): wait until it is "
+                f"{printable(folder)} is in use by another run ({holder or 'which has just begun'}): wait until it is "
                 "over, or choose another place"
             ) from None
         except OSError:
@@ -116,6 +119,41 @@ def _lock(descriptor: int, path: Path, place: Path, wait: bool) -> bool:
         "%s: there are no locks on this system; see to it that no second run writes there", printable(path.parent)
     )
     return False
+
+
+def _lock_after_predecessors(descriptor: int, folder: Path, wait: bool) -> None:
+    """Waits for an earlier life of the same job, which may be ending on another host; for others if asked to."""
+    assert fcntl is not None
+    until = time.monotonic() + _PATIENCE
+    has_said = False
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            job, holder = _job(), _note(descriptor)
+            is_predecessor = job and holder.endswith(job) and _may_have_predecessors()
+            if not is_predecessor or time.monotonic() > until:
+                raise
+            if not has_said:
+                logging.getLogger("ermoe").warning("%s: waiting for an earlier life, %s", printable(folder), holder)
+            has_said = True
+            time.sleep(_PAUSE)
+
+
+def _note(descriptor: int) -> str:
+    return os.pread(descriptor, _LONGEST_NOTE, 0).decode("utf-8", "replace").strip()
+
+
+def _job() -> str:
+    """What a note says of the job, torchrun's or SLURM's, that is the same in all its lives; nothing outside of one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # which torchrun calls runs that were given no name
+    name = os.environ.get("SLURM_JOB_ID", "") if name == "none" else name
+    return f", job {name}" if name else ""
+
+
+def _may_have_predecessors() -> bool:
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    return restarts != "0"
 
 
 def _release(path: Path, descriptor: int | None) -> None:

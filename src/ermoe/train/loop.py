@@ -134,7 +134,8 @@ def fit(
         folder: of the run, ``runs/NAME``. A run that stopped there goes on.
         config: what identifies the run beside ``settings``: data, model, …; plain values.
         beside: files that belong to the run as its configuration does, by name.
-        compute: where; in this process alone by default. Without a console, the progress bar is on standard error.
+        compute: where, and who is told the figures (``callbacks``); by default in this process alone, and TensorBoard.
+            Without a console, the progress bar is on standard error.
         resume: "auto" goes on if there is something to go on from, "must" insists on it, "never" refuses to.
     """
     compute = Compute() if compute is None else compute
@@ -153,7 +154,10 @@ def _fit(task: Task, settings: Training, run: RunFolder, compute: Compute, *, is
     where = trainer.resume(run.last) if is_begun else Position()
     steps_per_epoch, figures = task.steps_per_epoch, where.figures
     first_step, total_steps = where.epoch * steps_per_epoch + where.step, settings.epochs * steps_per_epoch
-    log = Log(run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=compute.console)
+    log = Log(
+        run, group.is_main, first_step, total_steps, batch_size=settings.batch_size, console=compute.console,
+        callbacks=compute.callbacks,
+    )  # fmt: skip
     with run.guarded(), log.going_on(), trainer.saving():
         for epoch in range(where.epoch, settings.epochs):
             first_step = where.step if epoch == where.epoch else 0

@@ -6,29 +6,74 @@ found by name, so that neither the number of processes nor their way of sharing 
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ermoe.errors import UserError
-from ermoe.files import UnwritableError
+from ermoe.files import replacing
 from ermoe.models.weights.stored import declared
-from ermoe.nn.sharding import is_sharded
 
 _NAME = "parts-*"
-_SMALLEST_FILE = 64 * 2**20
-_FILES = 20
-"""Of a process: each is put together in memory before it is written, so a save needs a twentieth of what it saves."""
+_LARGEST_FILE = 2**30
+"""Tensors of a GPU come into the host's memory a file at a time; those of the CPU are written from where they are."""
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes tensors from where they are; torch's own puts every file together in memory first."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        for number, items in enumerate(_by_file(plan.items)):
+            own = {item.index.fqn: _tensor(planner, item) for item in items}
+            starts = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_described(item).chunk.offsets)} for item in items}
+            with replacing(Path(self.path, f"{plan.storage_data['shard_index']}-{number}.safetensors")) as draft:
+                save_file(own, draft, metadata={CUSTOM_METADATA_KEY: json.dumps(starts)})
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, _size(item), None) for item in plan.items])
+        return written
+
+
+def _by_file(items: list[WriteItem]) -> list[list[WriteItem]]:
+    files: list[list[WriteItem]] = [[]]
+    used = 0
+    for item in items:
+        if files[-1] and used + _size(item) > _LARGEST_FILE:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += _size(item)
+    return files if items else []
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach().contiguous()
+
+
+def _described(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _size(item: WriteItem) -> int:
+    described = _described(item)
+    return described.chunk.sizes.numel() * described.properties.dtype.itemsize
 
 
 def name_of(epoch: int, step: int) -> str:
@@ -46,15 +91,15 @@ def forget(folder: Path, kept: str | None) -> None:
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Writes this process's share of all tensors; called on every process."""
     folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
+    writer = _Writer(str(folder), save_distributed=True)
     try:
         with _perhaps_alone() as is_alone:
             dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=is_alone)
-    except (Exception, CheckpointException) as problem:  # the second is none of the first
-        cause = _disk_error(problem)
-        if cause is None:
+    except CheckpointException as problem:
+        refusals = [each for each, _ in problem.failures.values() if isinstance(each, UserError)]
+        if not refusals:
             raise
-        raise UnwritableError(folder, cause) from problem
+        raise refusals[0] from problem
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -97,25 +142,3 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str])
             is_count = key == "step"
             room = torch.zeros((), device=parameter.device) if is_count else torch.zeros_like(parameter.detach())
             optimizer.state[parameter][key] = room
-
-
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """In which of a process's files, counted from 1, each tensor goes."""
-    sizes = {name: _own(tensor).numel() * tensor.element_size() for name, tensor in tensors.items()}
-    limit = max(_SMALLEST_FILE, sum(sizes.values()) // _FILES)
-    files, number, used = {}, 1, 0
-    for name, size in sizes.items():
-        if used and used + size > limit:
-            number, used = number + 1, 0
-        files[name], used = number, used + size
-    return files
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def _disk_error(problem: Any) -> OSError | None:
-    """The first refusal of the disk among what the processes of a save report."""
-    failures = getattr(problem, "failures", {0: (problem, None)})
-    return next((each[0] for each in failures.values() if isinstance(each[0], OSError)), None)

@@ -1,16 +1,14 @@
 """The folder of a run: what was asked (config.json), what came out (metrics.jsonl), and where it stands.
 
-`Log` fills it while the run goes on: lines of figures, the same for TensorBoard, and a bar for whoever watches.
+`Log` fills it while the run goes on: lines of figures, the same for callbacks, and a bar for whoever watches.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ermoe.errors import UserError
 from ermoe.files import (
@@ -28,7 +23,9 @@ from ermoe.files import (
     StrPath,
     UnwritableError,
     append,
+    file_size,
     naming_what_cannot_be_read,
+    printable,
     read_bytes,
     read_json,
     read_object,
@@ -38,16 +35,20 @@ from ermoe.files import (
     write_json,
 )  # fmt: skip
 from ermoe.models.io import CONFIG, INDEX, WEIGHTS
+from ermoe.train.callbacks import Callback
 from ermoe.train.compute import Processes, sum_over_processes, wait_for_all
 from ermoe.train.lock import locked
 from ermoe.train.settings import Training
+from ermoe.train.shared import check_shared
 
 _RESUME = ("auto", "never", "must")
 # How often a run speaks and saves, and where its data lie, change nothing that comes out of it.
 _NOT_COMPARED = {"training.log_every", "training.save_every", "training.keep_every", "data", "data.path"}
 # What runs did that an earlier version began, which did not know the setting yet.
 _BEFORE_IT_WAS_A_SETTING: Json = {
+    "own_ridges": "none",
     "validation": 0.0,
+    "shuffle": "all",
     "epoch_steps": 0,
     "calibration": 0,
     "head_lr": 1.0,
@@ -100,12 +101,28 @@ class RunFolder:
             if group.is_main:
                 try:
                     lock.enter_context(locked(self.folder / ".lock", self.folder, wait=wait))
+                    self._check_places()
                 except UserError as problem:
                     refusal = problem
             refused = sum_over_processes(torch.tensor(float(refusal is not None), device=group.device))
             if bool(refused):
                 raise refusal or UserError(f"{self.folder} is in use by another run: wait until it is over")
             yield
+
+    def _check_places(self) -> None:
+        """What a run writes can be written, and stays in its folder, which itself may be a link."""
+        remedy = "remove it, or choose another place"
+        folders = (self.last.parent, self.final, self.best, *self.folder.glob("fold-*"))
+        files = (self.metrics, self.timing)
+        for path in (*files, *folders, *self.last.parent.glob("epoch-*")):
+            if path.is_symlink():
+                raise UserError(f"{printable(path)} is a link, and a run writes into its own folder alone: {remedy}")
+        for path in folders:
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{printable(path)} is no folder: {remedy}")
+        for path in files:
+            if path.exists():
+                file_size(path, remedy)  # a pipe or a folder is none
 
     def open(self, config: Json, resume: str, group: Processes, *, beside: Json | None = None) -> bool:
         """Claims the folder, which is `locked`, for ``config``; True if there is a checkpoint to go on from.
@@ -134,6 +151,8 @@ class RunFolder:
         if group.is_main:
             self._claim({CONFIG: config, **(beside or {})})
         wait_for_all()
+        check_shared(self.folder, (self.config, self.last), group)
+        self._check_same(config)  # of a host whose copy of the data is another one
         return self.last.is_file()
 
     @contextmanager
@@ -172,13 +191,13 @@ class RunFolder:
                 write_json(self.folder / name, content)
 
 
-def model_folder(place: StrPath, prefer: str = "final") -> StrPath:
+def model_folder(model: StrPath, prefer: str = "final") -> StrPath:
     """The model of a run folder, see `RunFolder.model`; a model folder or a name on the hub is returned as it is."""
-    run = RunFolder(Path(place))
+    run = RunFolder(Path(model))
     with naming_what_cannot_be_read():
         # Weights that are a pipe or a link to nowhere are a model's too, of which whoever reads it will tell.
         is_run = run.config.is_file() and not any(os.path.lexists(run.folder / name) for name in (WEIGHTS, INDEX))
-    return run.model(prefer) if is_run else place
+    return run.model(prefer) if is_run else model
 
 
 def _completed(earlier: Json, config: Json) -> Json:
@@ -269,8 +288,10 @@ class Log:
         *,
         batch_size: int,
         console: Console | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run = run
+        self.callbacks = callbacks
         self.is_main = is_main
         self.first_step = first_step
         self.total_steps = total_steps
@@ -279,7 +300,6 @@ class Log:
         self._began = time.perf_counter()
         if not is_main:
             return
-        self._board = _Board(run.folder, first_step)
         self._console = console = Console(stderr=True) if console is None else console
         # A bar needs a terminal or a notebook; a log file gets a line an epoch instead.
         self._has_bar = console.is_terminal or console.is_jupyter
@@ -289,13 +309,18 @@ class Log:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Within the block the bar is shown; what an earlier life of the run wrote after its checkpoint is dropped."""
+        """Within the block the bar is shown and callbacks listen; what an earlier life wrote after its checkpoint is
+        dropped.
+        """
         if not self.is_main:
             yield
             return
         forget_lines_after(self.run.metrics, self.first_step)
         forget_lines_after(self.run.timing, self.first_step)
-        with self._progress:
+        with ExitStack() as listening, self._progress:
+            for callback in self.callbacks:
+                callback.begin(self.run.folder, read_object(self.run.config, "restore it"), self.first_step)
+                listening.callback(callback.end)
             yield
 
     def step(self, step: int) -> None:
@@ -313,8 +338,8 @@ class Log:
         append_line(
             self.run.timing, {"step": step, "kind": kind, "images_per_second": round(speed, 2), "seconds": elapsed}
         )
-        written = {**figures, "images_per_second": speed}
-        self._board.write(step, {f"{kind}/{name}": value for name, value in written.items()})
+        for callback in self.callbacks:
+            callback.figures(step, kind, {**figures, "images_per_second": speed})
         self._shown |= {name: value for name, value in figures.items() if name in _SHOWN}
         if kind == "test" and not self._has_bar:
             line = f"step {step} of {self.total_steps}: {self._figures(step)}"
@@ -330,28 +355,3 @@ class Log:
         """Seconds since the start of this process's part of the run, and images a second in it."""
         elapsed = time.perf_counter() - self._began
         return elapsed, (step - self.first_step) * self.batch_size / elapsed
-
-
-class _Board:
-    """An events file in ``folder``, begun with its first figures; it voids what others say after ``first_step``.
-
-    It is written where figures arise: without a thread, what the disk refuses is known at once.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self.path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        began = Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
-        self._pending = _record(Event(file_version="brain.Event:2")) + _record(began)
-
-    def write(self, step: int, figures: dict[str, float]) -> None:
-        """All figures of a step."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        append(self.path, self._pending + _record(Event(step=step, summary=Summary(value=values))))
-        self._pending = b""
-
-
-def _record(event: Event) -> bytes:
-    event.wall_time = time.time()
-    record = io.BytesIO()
-    RecordWriter(record).write(event.SerializeToString())
-    return record.getvalue()

@@ -6,9 +6,12 @@ Nothing here imports torch, so that help appears at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ermoe.errors import UserError, unknown_name
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ermoe.models.upcycle import Options
+    from ermoe.train.callbacks import Callback
     from ermoe.train.compute import Compute
 
 Changes = dict[str, Any]
@@ -146,7 +150,8 @@ class Augmentation:
         rand_ops: operations of RandAugment on each image; 0 for none.
         rand_magnitude: their strength, 0 to 30.
         erase: chance that a random rectangle is replaced by noise.
-        mixup, cutmix: α of the Beta distribution; 0 for none. With both, each pair of images draws one of the two.
+        mixup: α of the Beta distribution by which two images are blended; 0 for none.
+        cutmix: the same for a rectangle of the other image; with both, each pair draws one of the two.
     """
 
     crop: Literal["pad", "resized", "none"] = "pad"
@@ -177,6 +182,29 @@ class Augmentation:
 
 
 NO_AUGMENTATION = Augmentation(crop="none", flip=False)
+
+
+def in_words(presets: Mapping[str, Callable[..., Any]], methods: Mapping[str, str], train: str) -> str:
+    """A list of presets: by the function that makes them, what it says of itself; and what the methods are."""
+    families: dict[Callable[..., Any], list[str]] = {}
+    for name, made in presets.items():
+        families.setdefault(_maker(made), []).append(name)
+    parts = []
+    for maker, names in families.items():
+        about = textwrap.indent(inspect.cleandoc(maker.__doc__ or "").replace("``", ""), "    ")
+        parts.append(textwrap.fill(", ".join(names), 110, break_on_hyphens=False) + f"\n{about}\n")
+    width = max(map(len, methods))
+    said = "\n".join(f"    {name:{width}}  {about}" for name, about in methods.items())
+    return "\n".join([*parts, f"What a name ends in, the method:\n{said}\n"]) + (
+        f"\n{train} PRESET DATA trains one; with --print-config it shows every value instead."
+    )
+
+
+def _maker(made: Any) -> Callable[..., Any]:
+    """The function below any number of partials."""
+    while isinstance(made, partial):
+        made = made.func
+    return made  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +246,7 @@ class TrainingMachine(Machine):
         background_saves: with all but ddp, go on training while a checkpoint is written; costs a copy of each shard.
         compile: run training steps through torch.compile.
         resume: auto goes on if there is a run in the folder, must insists on one, never refuses one.
+        trackers: who is told the figures beside metrics.jsonl: an events file of TensorBoard, Weights & Biases.
     """
 
     parallel: Literal["ddp", "fsdp", "ep", "fsdp+ep"] = "ddp"
@@ -225,3 +254,11 @@ class TrainingMachine(Machine):
     background_saves: bool = False
     compile: bool = False
     resume: Literal["auto", "must", "never"] = "auto"
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The trackers themselves."""
+        from ermoe.train.callbacks import TRACKERS
+
+        return [TRACKERS[name]() for name in self.trackers]

@@ -26,10 +26,10 @@ from ermoe.models.io import save_state, weightless_copy
 from ermoe.nn import moe_layers, no_weight_decay, orthogonality_loss, retract, update_balance
 from ermoe.nn.balance import offsets_restored
 from ermoe.nn.orthogonality import bases
-from ermoe.nn.parallel import by_mesh, clip_gradients, parallelise, reshard, total_norm, without_sync
+from ermoe.nn.parallel import clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.nn.sharding import is_sharded, sharded_as
+from ermoe.nn.sharding import by_mesh, is_sharded, sharded_as
 from ermoe.train import checkpoint, parts
 from ermoe.train.checkpoint import Checkpoint, State
 from ermoe.train.compute import Compute, Processes, sum_over_processes, wait_for_all

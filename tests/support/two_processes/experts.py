@@ -18,7 +18,8 @@ from torch.testing import assert_close
 import ermoe
 from ermoe.models.export import to_program
 from ermoe.nn import ContextAttention, context
-from ermoe.nn.parallel import by_mesh, clip_gradients, distribute
+from ermoe.nn.parallel import clip_gradients, distribute
+from ermoe.nn.sharding import by_mesh, is_sharded
 from ermoe.train.compute import processes
 from support.tiny_run import SPARSITY, recipe
 from support.two_processes.layers import LAMBDA, assert_equal_state
@@ -130,15 +131,19 @@ def check(case, axes, sizes, group, steps=4):
         wanted = train(single, single, steps, expected)
     assert_close(found, wanted, rtol=0, atol=1e-6)
     assert_equal_state(double, single)
+    for name, parameter in double.named_parameters():
+        if is_sharded(parameter):  # and nothing else is kept alive by its gradient
+            gradient = parameter.grad.to_local()
+            assert gradient.untyped_storage().nbytes() == gradient.nbytes, name
 
 
-def used(group):
+def used(axes, sizes, group):
     """A model whose experts are elsewhere is recorded, counted, calibrated, merged, saved and exported as any other."""
     generator = torch.Generator().manual_seed(5)
-    images = [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(3)]
+    images = [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(4)]
     plain = recipe({**SPARSITY, "below_threshold": "prune"}).build(4).eval()
     shared = copy.deepcopy(plain)
-    distribute(shared, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    distribute(shared, init_device_mesh("cpu", sizes, mesh_dim_names=axes))
     assert ermoe.count(shared) == ermoe.count(plain)
     assert ermoe.calibrate(shared, images, budget=1.5) == ermoe.calibrate(plain, images, budget=1.5)
     with torch.no_grad(), ermoe.record_routing(shared) as here, alone(), ermoe.record_routing(plain) as there:
@@ -165,6 +170,7 @@ if __name__ == "__main__":  # torchrun experts.py AXIS:SIZE,… STEPS CASE…
     with processes("cpu") as own_group:
         for name in sys.argv[3:]:
             names, sizes = zip(*layout, strict=True)
-            check(name, names, tuple(map(int, sizes)), own_group, steps=int(sys.argv[2]))
+            mesh = (names, tuple(map(int, sizes)), own_group)
+            used(*mesh) if name == "used" else check(name, *mesh, steps=int(sys.argv[2]))
             if own_group.is_main:
                 print(f"{name} held", flush=True)

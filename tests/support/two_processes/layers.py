@@ -140,7 +140,7 @@ def balance_over_uneven_batches(group):
     centres = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     history = []
     for _ in range(300):
-        num_tokens = 3000 if group.rank == 0 else 500
+        num_tokens = 1200 if group.rank == 0 else 200
         kind = torch.randint(0, 2, (num_tokens,), generator=generator) + 2 * group.rank  # other tokens on each rank
         routing = layer.route(centres[kind] + torch.randn(num_tokens, 32, generator=generator))
         layer.router.observe(routing)

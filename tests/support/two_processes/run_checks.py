@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ermoe.files import replacing
 from ermoe.train.compute import processes
 from support.routers import CASES, IDS
-from support.two_processes import contrastive, experts, layers, recording, routers, runs
+from support.two_processes import experts, folders, layers, recording, routers, runs
 
 LAYERS = [
     layers.ddp,
@@ -28,14 +29,23 @@ LAYERS = [
     layers.fsdp,
     layers.balance_over_uneven_batches,
 ]
+
+
+def contrastive_gradients(group):
+    """Imported when it is its turn: retrieval brings transformers along, which the second start does without."""
+    import_module("support.two_processes.contrastive").gradients(group)
+
+
 CHECKS = {
     **{f"layers-{check.__name__}": check for check in LAYERS},
     **{f"routers-{case}": partial(routers.check, *given) for case, given in zip(IDS, CASES, strict=True)},
     **{f"recording-{check.__name__}": check for check in (recording.ddp, recording.fsdp)},
     **{f"experts-{case}": partial(experts.check, case, ("ep",), (2,)) for case in experts.QUICK},
     "experts-sharded": partial(experts.check, "soft", ("efsdp", "ep"), (1, 2)),
-    "experts-used": experts.used,
-    "contrastive-gradients": contrastive.gradients,
+    "experts-used": partial(experts.used, ("ep",), (2,)),
+    "contrastive-gradients": contrastive_gradients,
+    "folders-not-shared": folders.not_shared,
+    "folders-other-data": folders.other_data,
 }
 RUNS = [runs.fsdp, runs.sharded_experts_interrupted, runs.experts_and_accumulation, runs.ddp_with_a_death]
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from ermoe.train.compute import processes
 from ermoe.train.run_folder import read_lines
-from support.tiny_run import StoppedError, recipe, run
+from support.tiny_run import StoppedError, images, labelled, recipe, run
 
 TOLERANCE = 1e-6
 
@@ -36,6 +37,12 @@ def assert_same_run(found, expected):
         )
 
 
+def short_run(folder, *, accumulate=1, **options):
+    """Twelve steps with everything that can happen in a run: saved after three, retracted after three."""
+    chosen = recipe(precision="fp64", save_every=3, retract_every=3, accumulate=accumulate)
+    return run(folder, chosen, data=labelled(images("train", 96)), **options)
+
+
 def ddp_with_a_death(group, folder):
     """In its first life rank 1 dies in the middle of the second epoch; torchrun starts both again."""
     died = Path(folder, "died")
@@ -45,31 +52,27 @@ def ddp_with_a_death(group, folder):
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run(Path(folder, "ddp"), recipe(precision="fp64", save_every=5), group=group, before=die)
+    short_run(Path(folder, "ddp"), group=group, before=die)
 
 
 def fsdp(group, folder):
-    run(Path(folder, "fsdp"), recipe(precision="fp64", save_every=5), group=group, parallel="fsdp")
+    short_run(Path(folder, "fsdp"), group=group, parallel="fsdp")
 
 
 def sharded_experts_interrupted(group, folder):
-    """Stops at step 8 of the first epoch, after the checkpoint of step 5."""
+    """Stops at step 5 of the first epoch, after the checkpoint of step 3."""
 
     def stop(epoch, step):
-        if step == 8:
+        if step == 5:
             raise StoppedError
 
-    try:
-        chosen = recipe(precision="fp64", save_every=5)
-        run(Path(folder, "moved"), chosen, group=group, parallel="fsdp+ep", before=stop)
-    except StoppedError:
-        return
+    with suppress(StoppedError):
+        short_run(Path(folder, "moved"), group=group, parallel="fsdp+ep", before=stop)
 
 
 def experts_and_accumulation(group, folder):
     """Checkpoints are written in the background."""
-    chosen = recipe(precision="fp64", save_every=5, accumulate=2)
-    run(Path(folder, "parts"), chosen, group=group, parallel="ep", background_saves=True)
+    short_run(Path(folder, "parts"), group=group, parallel="ep", accumulate=2, background_saves=True)
 
 
 def run_until(group, folder, how, last_step, background):
@@ -80,10 +83,8 @@ def run_until(group, folder, how, last_step, background):
             raise StoppedError
 
     chosen = recipe(precision="fp64", save_every=5)
-    try:
+    with suppress(StoppedError):
         run(Path(folder), chosen, group=group, parallel=how, before=stop, background_saves=background)
-    except StoppedError:
-        return
 
 
 if __name__ == "__main__":  # torchrun runs.py FOLDER PARALLEL LAST-STEP [background]

@@ -27,6 +27,7 @@ from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import Evaluation
 from ermoe.brain.learning import age_head, build, learn_phantoms
 from ermoe.brain.model import BrainAgeModel, Prediction, hashed_id, predict, recalibrated
+from ermoe.brain.own_ridges import OwnRidge, OwnRidges
 from ermoe.brain.recipes import METHODS, VolumeAugmentation, recipe
 from ermoe.brain.reporting.page import _facts, _warnings, report
 from ermoe.brain.results import held_out
@@ -226,7 +227,7 @@ def test_a_scan_that_cannot_be_used_is_a_row_with_its_reason(finished, cohort_ro
     (tmp_path / "sub-x_T1w.nii.gz").write_bytes(b"no image")
     good = alone(cohort_root, 1, tmp_path, "sub-good")
     command = ["brain", "predict", str(finished), str(tmp_path / "sub-x_T1w.nii.gz"), str(good)]
-    assert main([*command, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "kept"), "--no-report"]) == 0
+    assert main([*command, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "kept"), "--no-pages"]) == 0
     assert not list((tmp_path / "out").glob("*.html"))
     assert "1 of 2 scans predicted" in capsys.readouterr().out
     rows = table(tmp_path / "out" / "desc-predictions_brainage.tsv")
@@ -395,9 +396,30 @@ def test_sites_are_harmonised_inside_folds_and_unknown_ones_left_alone(
         recipe("tiny", "ermoe", harmonise="site", learns="age")
 
 
-def typed(options):
+def test_a_known_scanner_gets_the_ridge_of_its_own_from_a_stored_model(cohort_root, cache, tmp_path, caplog):
+    asked = {"preset": "tiny", "method": "ridge", "folds": 2, "split": "k-fold"}
+    model = train(cohort_root, tmp_path / "run", cache=cache, console=QUIET, check=False, **asked)
+    older = {
+        fold: OwnRidges(("site",), ("North",), {"North": OwnRidge(dataclasses.replace(one, intercept=100.0), 0.5)})
+        for fold, one in model.ridges.items()
+    }
+    blend = dataclasses.replace(model.blend, spread=5.0, spread_of_strangers=9.0)
+    dataclasses.replace(model, own_ridges=older, blend=blend).save(tmp_path / "own")
+    scan = dataclasses.replace(open_cohort(cohort_root).scans[0], participant_id="sub-new")
+    known, stranger = (dataclasses.replace(scan, site=site) for site in ("North", "Elsewhere"))
+    own, other = predict(BrainAgeModel.load(tmp_path / "own"), [known, stranger])
+    (plain,) = predict(model, [known])
+    intercept = np.mean([ridge.intercept for ridge in model.ridges.values()])
+    assert own.brain_age - plain.brain_age == pytest.approx((100 - intercept) / 2, abs=1e-3)
+    assert other.brain_age == pytest.approx(plain.brain_age)
+    widths = [row.brain_age_high - row.brain_age_low for row in (own, other)]
+    assert widths[1] == pytest.approx(9 / 5 * widths[0])
+    assert "site North: in training, so the ridge of its own counts; --no-own-ridges if" in caplog.text
+
+
+def typed(options, preset="small-ermoe"):
     """The recipe of a command line."""
-    return parse_command(Train, ["data", *options.split()], prog="ermoe brain train").chosen()
+    return parse_command(Train, [preset, "data", *options.split()], prog="ermoe brain train").chosen()
 
 
 def test_the_grid_is_a_matter_of_options():
@@ -406,7 +428,7 @@ def test_the_grid_is_a_matter_of_options():
     assert chosen.probe_epochs == (2, 4)
     assert build(chosen, age_head(chosen, [50.0])).pos_embed.shape[1:4] == (8, 10, 8)
     assert typed("") == recipe("small", "ermoe")
-    assert typed("--preset tiny --method sfcn") == recipe("tiny", "sfcn")
+    assert typed("", "tiny-sfcn") == recipe("tiny", "sfcn")
     assert typed("--spacing-mm 3 --shape 96 112 96").preprocessing.shape == (96, 112, 96)
     for wrong in (6, 0, -8):
         with pytest.raises(UserError, match="blocks of 4 voxels must fill a cube"):
@@ -415,10 +437,10 @@ def test_the_grid_is_a_matter_of_options():
 
 def test_volumes_are_augmented_if_asked_for():
     assert typed("").augmentation is None
-    asked = typed("--augment True --flip")
+    asked = typed("--augment yes --flip")
     assert (asked.augmentation, asked.variants) == (VolumeAugmentation(flip=True), 8)
-    assert typed("--preset paper --augment False").augmentation is None
-    with pytest.raises(UserError, match="add --augment True"):
+    assert typed("--augment no", "paper-ermoe").augmentation is None
+    with pytest.raises(UserError, match="add --augment yes"):
         typed("--flip")
 
 
@@ -494,7 +516,7 @@ def test_a_run_folder_is_for_one_set_of_people_and_ages(finished, cohort_root, c
     [
         (["predict", "nowhere", "scan.nii.gz"], "holds no brain-age model"),
         (["report", "nowhere"], "is no run folder"),
-        (["train", "nowhere"], "does not exist"),
+        (["train", "tiny-ermoe", "nowhere"], "does not exist"),
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments, said, capsys, tmp_path, monkeypatch):
@@ -520,4 +542,4 @@ def test_prediction_waits_for_no_library_it_does_not_use():
 def test_help_needs_no_torch():
     code = "import sys\nfrom ermoe.brain.commands import COMMANDS\nassert 'torch' not in sys.modules\nprint(*COMMANDS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["train", "predict", "app", "recalibrate", "report", "doctor", "synthesize", "demo"]
+    assert {"check", "presets", "train", "report", "evaluate", "predict", "app"} < set(done.stdout.split())

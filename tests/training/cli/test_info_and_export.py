@@ -28,6 +28,18 @@ def test_info_of_a_saved_model(tmp_path, capsys):
     assert "0.5 M" in capsys.readouterr().out
 
 
+def test_info_and_export_take_a_run(tmp_path, capsys):
+    small = timm.create_model("test_vit", img_size=16, patch_size=8, depth=2, num_classes=2)
+    ermoe.save(ermoe.upcycle(small, num_experts=2), tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert main(["info", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "multiply-adds" in shown
+    assert "0.00" not in shown
+    assert main(["export", str(tmp_path / "run"), "--to", "torch", "--fixed-batch", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "model.pt2").is_file()
+
+
 def test_info_of_a_saved_network_without_blocks(tmp_path, capsys):
     ermoe.save(SFCN(channels=(4, 4, 4)), tmp_path)
     assert main(["info", str(tmp_path)]) == 2

@@ -10,12 +10,20 @@ import torch
 from starlette.testclient import TestClient
 
 import ermoe.brain
+from ermoe.brain.data.preprocess import prepare
 from ermoe.brain.estimation import in_voxels
+from ermoe.brain.likeness import Likeness, signs_of
+from ermoe.brain.measures import MEASURES
+from ermoe.brain.model import predict
+from ermoe.brain.results import Blend
+from ermoe.brain.ridge import Ridge
 from ermoe.errors import UserError
+from ermoe.explorer.brains import Brains
 from ermoe.explorer.cube_cards import CubeCards, Slices
 from ermoe.explorer.cubes import layers_of
 from ermoe.explorer.explore import open_explorer
 from ermoe.explorer.inspect import inspect
+from ermoe.explorer.look import Change
 from ermoe.nn import moe_layers
 
 SAVED = Path(__file__).parents[2] / "fixtures" / "saved.tar.xz"
@@ -59,6 +67,29 @@ def test_ages_are_those_of_predict_and_of_a_volume_without_the_cube(place, explo
     assert progress["change"][real[len(real) // 2]] == pytest.approx(hidden - told["age"], abs=1e-4)
     for layer in told["layers"]:
         assert [expert >= 0 for expert in layer["expert"]] == [tissue >= 0 for tissue in told["tissue"]]
+
+
+def test_ages_of_a_ridge_and_its_networks_are_those_of_predict(explorer):
+    """The ridge stays, whatever is hidden; of what networks say, as much counts as they are believed."""
+    generator, settings = np.random.default_rng(0), explorer.model.preprocessing
+    signs = np.stack([signs_of(prepare(scan, settings), settings.spacing_mm) for scan in explorer.scans[:2]])
+    sign_NS = generator.normal(signs.mean(0), 0.1 + np.abs(signs).mean(0), (40, len(signs[0])))
+    ridge = Ridge.with_strength(sign_NS[:, : len(MEASURES)], generator.uniform(20, 80, 40), 1.0)
+    model = dataclasses.replace(
+        explorer.model,
+        ridges=dict.fromkeys(explorer.model.folds, ridge),
+        likeness=Likeness.fit(sign_NS),
+        blend=Blend(0.4, 8.0, 40),
+        blend_of_fold=dict.fromkeys(explorer.model.folds, Blend(0.4, 8.0, 40)),
+    )
+    brains = Brains("ridge", model, explorer.scans)
+    (row,) = predict(model, [explorer.scans[1]])
+    real = brains._get(1).cubes.real_S.nonzero().flatten().tolist()
+    told = brains._told(1, Change())
+    assert told["age"] == row.brain_age != pytest.approx(explorer._get(1).age, abs=0.1)
+    assert told["worth"] == pytest.approx(0.4)
+    own, alone = (float(one._without(one._get(1), [real[:3]])[0]) for one in (brains, explorer))
+    assert own - row.brain_age == pytest.approx(0.4 * (alone - explorer._get(1).age), abs=1e-4)
 
 
 def test_nilearns_view_asks_nobody(client):

@@ -15,13 +15,13 @@ from PIL import Image
 from scipy.stats import t as student
 
 import ermoe
+from ermoe.cli import main as cli
 from ermoe.cli.main import main
-from ermoe.cli.main import run_image as run
 from ermoe.console import parse_command
 from ermoe.data.images import open_images
 from ermoe.errors import UserError
 from ermoe.images.commands import Train
-from ermoe.images.predict import class_names, predict
+from ermoe.images.predicting import class_names, predict
 from ermoe.images.presets import PRESETS, recipe
 from ermoe.images.probe import Features, Probe, draw_shots, extract, probe, record_path
 from ermoe.images.rivals.image_level import STYLES
@@ -31,6 +31,11 @@ from ermoe.train.loader import Loader
 from ermoe.train.run_folder import Log, model_folder
 
 DOCS = Path(__file__).parents[3] / "docs"
+
+
+def run(words):
+    """`ermoe image` with these words; mistakes are raised."""
+    cli.run(["image", *words])
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,7 @@ def test_train_writes_a_model_with_its_classes(trained):
 
 
 def test_eval_repeats_the_last_figures_of_the_run(trained, capsys, tmp_path):
-    run(["eval", str(trained), "digits", "--report", str(tmp_path / "routing.html")])
+    run(["evaluate", str(trained), "digits", "--report", str(tmp_path / "routing.html")])
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     out = capsys.readouterr().out
     assert f"top1 {last['top1']:.4g}" in out
@@ -75,17 +80,17 @@ def test_eval_repeats_the_last_figures_of_the_run(trained, capsys, tmp_path):
 def test_eval_refuses_as_many_other_classes(trained, tmp_path):
     data = _class_folders(tmp_path, "abcdefghij")
     with pytest.raises(UserError, match=r"knows the class '0' where .* has 'a'"):
-        run(["eval", str(trained), str(data)])
+        run(["evaluate", str(trained), str(data)])
 
 
 def test_eval_says_that_a_dense_model_has_no_routing_to_report(tmp_path, capsys):
     ermoe.save(recipe("digits-dense").build(10), tmp_path / "model")
-    run(["eval", str(tmp_path / "model"), "digits", "--report", str(tmp_path / "routing.html")])
+    run(["evaluate", str(tmp_path / "model"), "digits", "--report", str(tmp_path / "routing.html")])
     assert "is dense: there is no routing to report" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("command", ["eval", "probe", "predict"])
+@pytest.mark.parametrize("command", ["evaluate", "probe", "predict"])
 def test_a_device_can_be_asked_for(command, trained, capsys):
     assert main(["image", command, str(trained), "digits", "--device", "cuda"]) == 2
     assert "torch sees no such device here" in capsys.readouterr().err
@@ -230,7 +235,8 @@ def test_weights_that_cannot_be_fetched(monkeypatch):
 
 
 def test_the_lines_of_the_documentation_run(trained, photo):
-    (lines,) = re.findall(r"```python\n(import ermoe\n.*?)```", (DOCS / "training.md").read_text("utf-8"), re.DOTALL)
+    page = (DOCS / "how-to/train.md").read_text("utf-8")
+    (lines,) = re.findall(r"```python\n(import ermoe\n.*?)```", page, re.DOTALL)
     here = {"runs/digits": str(trained), "epochs=3": "epochs=2", "photo.png": photo}
     for written, meant in here.items():
         assert written in lines

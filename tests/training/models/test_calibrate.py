@@ -155,7 +155,7 @@ class TestCalibrate:
         state = sparse.state_dict()
         router = sparse.blocks[1].mlp.router
         state["blocks.1.mlp.router._extra_state"] = torch.tensor(0.25, dtype=torch.float64)
-        load_state(sparse, state, source="an earlier file")
+        load_state(sparse, state, path="an earlier file")
         assert (router.threshold, router.capacity_factor, router.score.route_rank) == (0.25, 2.0, 16)
 
     def test_fewest_drops_at_a_fixed_capacity(self):

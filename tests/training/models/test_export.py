@@ -215,3 +215,5 @@ def test_torchs_own_exporters_take_any_batch(sparse, tmp_path):
         assert distance(outcome, outputs(sparse, images)) < 1e-4
     with pytest.raises(ValueError, match=r"graph depends on the batch.*ermoe\.export"):
         torch.export.export(TestSharedPlaces().build(), (images[:2],), dynamic_shapes=shapes)
+    with pytest.raises(RuntimeError, match=r"graph depends on the batch.*ermoe\.export"):
+        torch.onnx.export(TestSharedPlaces().build(), (images[:2],), dynamic_shapes=shapes, verbose=False)

@@ -103,7 +103,7 @@ def test_flickr30k_names_are_those_of_flickr8k(tmp_path, place):
 
 
 def test_an_evaluation_shows_itself(place, tmp_path, capsys):
-    arguments = ["eval", str(place / "run"), str(place / "flickr"), "--split", "dev", "--workers", "0"]
+    arguments = ["evaluate", str(place / "run"), str(place / "flickr"), "--split", "dev", "--workers", "0"]
     assert main(["retrieve", *arguments, "--report", str(tmp_path / "page.html")]) == 0
     shown = capsys.readouterr().out
     assert "custom, dev: 6 images, 30 captions" in shown
@@ -183,7 +183,7 @@ def test_searching_on_the_command_line(place, tmp_path, capsys):
     index, page = str(tmp_path / "index"), tmp_path / "hits.html"
     made = ["index", str(place / "run"), str(place / "flickr" / "images"), "--out", index, "--workers", "0"]
     assert main(["retrieve", *made]) == 0
-    assert main(["retrieve", "search", index, "a <red> dog", "--top", "4", "--html", str(page)]) == 0
+    assert main(["retrieve", "search", index, "a <red> dog", "--top", "4", "--report", str(page)]) == 0
     assert capsys.readouterr().out.count(".jpg") >= 4
     assert "a &lt;red&gt; dog" in page.read_text()
     assert page.read_text().count("<img ") == 4
@@ -199,22 +199,22 @@ def test_zero_shot_classes_are_nearest_names(place, tmp_path, capsys):
     assert feature_CD.shape == (2, 32)
     torch.testing.assert_close(feature_CD.norm(dim=-1), torch.ones(2))
     image = str(next((place / "flickr" / "images").iterdir()))
-    assert main(["retrieve", "classify", str(place / "run"), image, "--classes", "dog", "cat", "boat"]) == 0
+    assert main(["retrieve", "predict", str(place / "run"), image, "--classes", "dog", "cat", "boat"]) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert all(name in shown for name in ("dog", "cat", "boat", "%"))
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val")
-    assert main(["retrieve", "classify", str(place / "run"), "--data", str(tmp_path), "--workers", "0"]) == 0
+    assert main(["retrieve", "predict", str(place / "run"), "--data", str(tmp_path), "--workers", "0"]) == 0
     assert "zero-shot top-1" in capsys.readouterr().out
     names = tmp_path / "names.txt"
     names.write_text("dog\ncat\n")
-    assert main(["retrieve", "classify", str(place / "run"), image, "--classes", str(names)]) == 0
+    assert main(["retrieve", "predict", str(place / "run"), image, "--classes", str(names)]) == 0
     for mistake, complaint in (
         (["--classes", "dog"], "at least two names"),
         (["--classes", "dog", "cat", "--templates", "a photo"], "no place for a class"),
         (["--data", str(tmp_path)], "give image files, or --data"),
     ):
-        assert main(["retrieve", "classify", str(place / "run"), image, *mistake]) == 2
+        assert main(["retrieve", "predict", str(place / "run"), image, *mistake]) == 2
         assert complaint in capsys.readouterr().err
 
 
@@ -234,7 +234,9 @@ def test_training_on_the_command_line(place, tmp_path, capsys):
     assert "rsum" in capsys.readouterr().out
     assert main(["retrieve", *run, "--seed", "5"]) == 2
     assert "training.seed: 0 there, 5 asked for" in capsys.readouterr().err
-    assert main(["retrieve", "eval", str(tmp_path / "run"), str(place / "flickr"), "--protocol", "flickr8k-1k"]) == 2
+    assert (
+        main(["retrieve", "evaluate", str(tmp_path / "run"), str(place / "flickr"), "--protocol", "flickr8k-1k"]) == 2
+    )
     assert "flickr8k-1k is 1,000 with 5,000" in capsys.readouterr().err
 
 
@@ -243,7 +245,7 @@ def test_help_shows_the_values_of_the_preset(capsys):
         with pytest.raises(SystemExit):
             main(["retrieve", "train", preset, "--help"])
         shown = " ".join(capsys.readouterr().out.split())
-        assert f"passes over the training set. (default: {epochs})" in shown
+        assert f"Passes over the training set. (default: {epochs})" in shown
         assert "--device {auto,cpu,cuda,mps}" in shown
 
 
@@ -258,9 +260,17 @@ def test_a_foreign_file_becomes_a_model_folder(tmp_path, capsys):
     state = recipe("tiny-dense").build().state_dict()
     state.pop("trained_on")
     save_file(state, tmp_path / "clip.safetensors")
-    assert main(["retrieve", "convert", "tiny-dense", str(tmp_path / "clip.safetensors"), str(tmp_path / "model")]) == 0
+    assert (
+        main(
+            ["retrieve", "convert", "tiny-dense", str(tmp_path / "clip.safetensors"), "--out", str(tmp_path / "model")]
+        )
+        == 0
+    )
     assert training_images(ermoe.load(tmp_path / "model")) == "unknown"
-    assert main(["retrieve", "convert", "small-dense", str(tmp_path / "clip.safetensors"), str(tmp_path / "x")]) == 2
+    assert (
+        main(["retrieve", "convert", "small-dense", str(tmp_path / "clip.safetensors"), "--out", str(tmp_path / "x")])
+        == 2
+    )
     assert "does not fit this CLIP" in capsys.readouterr().err
 
 
@@ -286,7 +296,7 @@ def test_names_are_shown_as_they_are(place, tmp_path, capsys):
     assert main(["retrieve", "search", str(tmp_path / "index"), "a dog"]) == 0
     assert "dog[copy].jpg" in capsys.readouterr().out
     classes = ["[red]dog", "cat[/x]", ":dog:"]
-    assert main(["retrieve", "classify", str(place / "run"), str(source), "--classes", *classes]) == 0
+    assert main(["retrieve", "predict", str(place / "run"), str(source), "--classes", *classes]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in classes)
 
@@ -297,7 +307,7 @@ def test_an_index_says_what_has_moved(place, tmp_path):
     (folder / "a.jpg").write_bytes(next((place / "flickr").rglob("*.jpg")).read_bytes())
     build_index(place / "run", folder, tmp_path / "index")
     folder.rename(tmp_path / "moved")
-    found = ["retrieve", "search", str(tmp_path / "index"), "a dog", "--html", str(tmp_path / "found.html")]
+    found = ["retrieve", "search", str(tmp_path / "index"), "a dog", "--report", str(tmp_path / "found.html")]
     assert main(found) == 2
     assert main([*found, "--images", str(tmp_path / "moved")]) == 0
     listing = tmp_path / "index" / "index.json"

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from ermoe.cli.main import run_image as run
+from ermoe.cli import main as cli
 from ermoe.errors import UserError
 from ermoe.studies import comparison as steps_module
 from ermoe.studies.bench.measure import Measurement
@@ -18,11 +17,16 @@ from ermoe.studies.record import RECORDS, read_records
 PRESETS = ("digits-dense", "digits-v-moe")
 
 
+def run(words):
+    """`ermoe image` with these words; mistakes are raised."""
+    cli.run(["image", *words])
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A finished one of an epoch."""
     torch.set_num_threads(1)
-    asked = Comparison(PRESETS, Path("digits"), (1,), tmp_path_factory.mktemp("study"), threads=1, epochs=1)
+    asked = Comparison((*PRESETS, "digits"), (1,), tmp_path_factory.mktemp("study"), threads=1, epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps_module, "_ROUNDS", 3)
         patch.setattr("sys.argv", ["ermoe", "image", *words(asked)])
@@ -32,8 +36,8 @@ def study(tmp_path_factory):
 
 def words(asked):
     """What to type for it."""
-    options = ["--data", asked.data, "--seeds", *asked.seeds, "--epochs", asked.epochs, "--threads", asked.threads]
-    return ["study", *asked.presets, *map(str, options), "--out", str(asked.out)]
+    options = ["--seeds", *asked.seeds, "--epochs", asked.epochs, "--threads", asked.threads]
+    return ["study", *asked.presets_and_data, *map(str, options), "--out", str(asked.out)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,7 @@ def test_a_run_leaves_what_is_needed_to_trust_and_repeat_it(study):
     assert record["settings"]["training"]["epochs"] == 1
     assert record["seconds"] > 0
     assert {"commit", "machine", "versions", "threads"} <= record["environment"].keys()
-    options = f"--data digits --seeds 1 --epochs 1 --threads 1 --out {study.out}"
+    options = f"digits --seeds 1 --epochs 1 --threads 1 --out {study.out}"
     assert record["environment"]["command"] == f"ermoe image study digits-dense digits-v-moe {options}"
 
 
@@ -96,8 +100,8 @@ def test_records_of_other_settings_are_refused(study):
     with pytest.raises(UserError, match=r"training\.epochs: 1 there, 20 asked for"):
         run_comparison(replace(study, epochs=None))
     with pytest.raises(UserError, match="data: digits there, elsewhere asked for"):
-        run_comparison(replace(study, data=Path("elsewhere")))
-    assert len(run_comparison(replace(study, data=Path("/moved/to/digits")))) == 2
+        run_comparison(replace(study, presets_and_data=(*PRESETS, "elsewhere")))
+    assert len(run_comparison(replace(study, presets_and_data=(*PRESETS, "/moved/to/digits")))) == 2
 
 
 def test_records_may_be_older_than_a_setting(study, tmp_path):
@@ -136,7 +140,7 @@ def test_steps_are_timed_again_for_other_presets_data_or_threads(study, monkeypa
     monkeypatch.setattr(steps_module, "_measure", measure)
 
     def steps(presets, threads=1):
-        return tuple(step_times(replace(study, presets=presets, threads=threads)))
+        return tuple(step_times(replace(study, presets_and_data=(*presets, "digits"), threads=threads)))
 
     assert steps(PRESETS) == PRESETS
     assert steps(("digits-v-moe",)) == ()  # beside nothing dense

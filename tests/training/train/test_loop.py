@@ -66,7 +66,7 @@ def test_a_kept_model_shares_out_plain_images_evenly_and_training_keeps_its_own_
     model = load(tmp_path / "model").eval()
     plain = task.train_images
     with ermoe.record_routing(model) as recorder, torch.no_grad():
-        for (batch,) in Loader(transform_for(model).of(plain)).epoch():
+        for batch in Loader(transform_for(model).of(plain)):
             model(batch.image)
     assert max(layer["load_cv2"] for layer in recorder.summary().values()) < 1e-3
     kept, trained = (network.blocks[1].mlp.router.balance.offset_E for network in (model, task.model))

@@ -283,7 +283,7 @@ def test_without_a_probe(tower):
 
 
 def test_every_measure_is_explained_in_the_docs():
-    text = (Path(__file__).parents[3] / "docs" / "measures.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/reference/measures.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(MEASURES)
 
 

@@ -97,7 +97,7 @@ def test_regression_is_the_absolute_error():
 
 @pytest.mark.parametrize("head", [AgeBins(20, 90, 2.0, "hard", 3.0, 0.1, 1.5), AgeRegression(50.0, 12.0)])
 def test_heads_survive_json(head):
-    assert stored_head(json.loads(json.dumps(to_json(head))), source="brain_age.json") == head
+    assert stored_head(json.loads(json.dumps(to_json(head))), where="brain_age.json") == head
 
 
 @pytest.mark.parametrize(

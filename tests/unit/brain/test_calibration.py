@@ -67,7 +67,7 @@ def test_each_sex_has_its_own_line_if_it_has_people_enough():
     np.testing.assert_allclose(found[:95], age[:95])
     np.testing.assert_allclose(found[95:], calibration.pooled(predicted)[95:])
     stored = json.loads(json.dumps(to_json(calibration.lines)))
-    assert {name: from_json(Line, line, source="brain_age.json") for name, line in stored.items()} == calibration.lines
+    assert {name: from_json(Line, line, where="brain_age.json") for name, line in stored.items()} == calibration.lines
 
 
 def test_the_residualised_gap_is_free_of_age():

@@ -1,9 +1,11 @@
 """Stages of a brain-age run, before any of them learns."""
 
+import typing
 from types import SimpleNamespace
 
 import pytest
 
+import ermoe
 from ermoe.brain import run
 from ermoe.brain.learning import is_learnt
 from ermoe.brain.recipes import recipe
@@ -42,3 +44,19 @@ def test_a_recipe_of_ones_own_is_changed_as_a_preset_is(preset, tmp_path, monkey
     assert seen[-1].method == ("ermoe" if preset == "tiny" else "vit3d")
     with pytest.raises(UserError, match="there is no option 'epoch'"):
         run.train(tmp_path, tmp_path / "run", preset=preset, epoch=9)
+
+
+def test_the_call_of_development_versions_works_with_a_warning(monkeypatch):
+    calls = []
+
+    class Trained:
+        facts: typing.ClassVar = {"raw": {"mae": 3.0}}
+
+    monkeypatch.setattr("ermoe.brain.run.train", lambda *given, **options: calls.append((given, options)) or Trained())
+    assert ermoe.brain.train("tiny-ermoe", "bids", "run", folds=2) == {"mae": 3.0}
+    assert ermoe.brain.train("tiny-ermoe", "bids", folder="run") == {"mae": 3.0}
+    assert ermoe.brain.train(preset="tiny-ermoe", data="bids", folder="run") == {"mae": 3.0}
+    for given, options in ((("bids", "run"), {"preset": "tiny"}), (("bids",), {"folder": "run"})):
+        with pytest.warns(DeprecationWarning, match=r"ermoe\.brain\.load"):
+            assert isinstance(ermoe.brain.train(*given, **options), ermoe.brain.Estimator)
+        assert calls[-1] == (given, options)

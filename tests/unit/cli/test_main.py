@@ -66,19 +66,19 @@ def test_an_unknown_command_gets_advice(typed, advice, capsys):
     ],
 )
 def test_mistakes_and_interruptions_end_without_a_traceback(problem, code, message, monkeypatch, capsys):
-    def fail(argv):
+    def fail(demo, console):
         raise problem
 
-    monkeypatch.setattr("ermoe.studies.demo.Demo", fail)
+    monkeypatch.setattr("ermoe.studies.demo.Demo.__call__", fail)
     assert cli.main(["demo"]) == code
     assert capsys.readouterr().err == message
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    def fail(argv):
+    def fail(demo, console):
         raise ValueError("not the user's fault")
 
-    monkeypatch.setattr("ermoe.studies.demo.Demo", fail)
+    monkeypatch.setattr("ermoe.studies.demo.Demo.__call__", fail)
     with pytest.raises(ValueError, match="not the user's fault"):
         cli.main(["demo"])
 

@@ -1,4 +1,4 @@
-"""Ten kinds of bad input: each ends in a clear sentence, or is converted as docs/data.md promises."""
+"""Ten kinds of bad input: each ends in a clear sentence, or is converted as docs/how-to/own-images.md promises."""
 
 import io
 import os

@@ -51,6 +51,16 @@ def test_batches_that_cannot_be_had_are_refused():
         next(loader.epoch(0))
 
 
+def test_loaders_are_iterated_over():
+    images = open_images("digits", "test")
+    loader = Loader(Transform(8).of(images), batch_size=100)
+    sizes = [len(batch) for batch in loader]
+    assert (len(loader), sum(sizes), sizes[0]) == (len(sizes), len(images), 100)
+    training = Loader(Transform(8).of(images), Order(len(images), 50, seed=0), num_parts=2)
+    assert [len(batch) for batch in training] == [25] * len(training)
+    assert len(training) == 2 * training.steps_per_epoch
+
+
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 def test_an_evaluation_sees_every_image_once(num_processes):
     shares = [list(evaluation_batches(23, 4, rank=r, num_processes=num_processes)) for r in range(num_processes)]

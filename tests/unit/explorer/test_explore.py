@@ -1,9 +1,12 @@
 """What the explorer opens, and under which names."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
+import torch
+from PIL import Image
 
 import ermoe
 from ermoe.errors import UserError
@@ -36,3 +39,27 @@ def test_what_cannot_be_explored_gets_a_sentence(tmp_path):
     ermoe.save(model(), tmp_path / "sparse")
     with pytest.raises(UserError, match="--captions describe the experts of an index"):
         open_explorer([str(tmp_path / "sparse")], captions="x")
+    with pytest.raises(UserError, match="model is a str: give the model itself"):
+        ermoe.explore(str(tmp_path / "sparse"), "digits")
+
+
+def test_a_folder_of_photographs_needs_no_classes(tmp_path):
+    photographs = tmp_path / "photographs"
+    photographs.mkdir()
+    for name in ("b.jpg", "a.PNG", "._a.PNG"):
+        Image.new("RGB", (12, 8), "teal").save(photographs / name, "PNG")
+    (photographs / "notes.txt").write_text("x")
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_tiny_patch16_224", **{**SIZE, "num_classes": 2})
+    ermoe.save(ermoe.upcycle(dense, num_experts=2, init="random"), tmp_path / "two")
+    explorer = open_explorer([str(tmp_path / "two")], str(photographs))
+    images = explorer.pictures.images
+    assert [Path(images.name(number)).name for number in range(len(images))] == ["a.PNG", "b.jpg"]
+    assert explorer.subjects["two"].classes == ["0", "1"]  # photographs without classes name none
+    explorer._asked = -1e9
+    explorer.study()
+    assert explorer.subjects["two"].cards.card("blocks.1.mlp", 0).classes == []
+    one = open_explorer([str(tmp_path / "two")], str(photographs / "b.jpg"))
+    assert one.summary == "b.jpg"
+    with pytest.raises(UserError, match="does not exist"):
+        open_explorer([str(tmp_path / "two")], str(tmp_path / "nowhere"))

@@ -167,6 +167,26 @@ def test_many_at_once_are_served_or_turned_away(explorer):
     assert explorer._waiting == 0
 
 
+def test_a_damaged_picture_is_left_out_of_the_cards(monkeypatch, caplog):
+    images, own = open_images("digits", "test"), model()
+    explorer = Explorer(
+        [Subject("own", own, transform_for(own), images.classes, images.classes)], Pictures(images), card_images=3
+    )
+    damaged = int(explorer.pictures.some(1, 1)[0][0])
+    read = explorer.pictures.get
+
+    def get(name):
+        if int(name) == damaged:
+            raise UserError("it cannot be decoded")
+        return read(name)
+
+    monkeypatch.setattr(explorer.pictures, "get", get)
+    explorer._asked = -1e9
+    explorer.study()
+    assert explorer.subjects["own"].cards.num_images == explorer.card_images == 2
+    assert f"the cards do without picture {damaged}: it cannot be decoded" in caplog.text
+
+
 def test_attention_and_cards(client):
     alpha = client.post("/api/attention", json={**LOOK, "token": 5}).json()
     assert len(alpha) == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ermoe.images.predict import predict
+from ermoe.images.predicting import predict
 from ermoe.images.presets import recipe
 
 

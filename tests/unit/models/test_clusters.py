@@ -120,17 +120,22 @@ def test_moments_are_those_of_all_rows_at_once():
 
 
 def test_no_entering_weight_of_that_rank_is_better():
-    """Eckart–Young on the outputs themselves, each weighed by √ω."""
+    """Eckart–Young on the pre-activations themselves, in the metric M = E[a′ᵀa′] ∘ W2 W2ᵀ."""
     ffn = network()
     x = torch.randn(400, 12, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 2, 12) + 0.5
-    cut = fitting._cut(ffn, alike(x), 4)
-    (slope,) = fitting._squared_slopes(ffn, alike(x))
-    weighed = (slope * ffn.down.W.double().square().sum(1)).sqrt()
-    centred = (x - x.mean(0)).double()
-    error = (centred @ (ffn.up.W.double() - cut.up.W.double()) * weighed).norm()
-    best = torch.linalg.svdvals(centred @ ffn.up.W.double() * weighed)[4:].norm()
+    weight = torch.rand(400, generator=torch.Generator().manual_seed(4)) + 0.5
+    cut = fitting._cut(ffn, Tokens(x, weight), 4)
+    pre = ffn.up(x).requires_grad_()
+    (slope,) = torch.autograd.grad(ffn.act(pre).sum(), pre)
+    second = torch.einsum("t,tj,tk->jk", weight / weight.sum(), slope, slope).double()
+    root = torch.linalg.cholesky(second * (ffn.down.W @ ffn.down.W.mT).double() + 1e-12 * torch.eye(len(second)))
+    mean = (x * weight.unsqueeze(1)).sum(0) / weight.sum()
+    centred = ((x - mean) * weight.sqrt().unsqueeze(1)).double()
+    error = (centred @ (ffn.up.W.double() - cut.up.W.double()) @ root).norm()
+    best = torch.linalg.svdvals(centred @ ffn.up.W.double() @ root)[4:].norm()
     assert float(error) == pytest.approx(float(best), rel=0.01)
-    torch.testing.assert_close(cut.up(x).mean(0), ffn.up(x).mean(0), atol=1e-4, rtol=1e-4)  # the bias takes it up
+    means = ((network(x) * weight.unsqueeze(1)).sum(0) / weight.sum() for network in (cut.up, ffn.up))
+    torch.testing.assert_close(*means, atol=1e-4, rtol=1e-4)  # the bias takes it up
 
 
 def test_errors_of_widths_are_those_of_fitted_networks():

@@ -1,5 +1,6 @@
 """Models that go to the hub, here a stand-in on the loopback, and come back."""
 
+import os
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import ermoe
 import ermoe.models.vit
 from ermoe.cli.main import main
 from ermoe.errors import UserError
+from ermoe.models.io import save_state
 from support.hub import TOKEN, running_hub
 
 
@@ -77,10 +79,14 @@ def test_what_is_not_stated_is_not_invented(hub, saved):
         assert f"## {section}\n\nNot stated.\n" in text
 
 
-def test_a_second_push_is_a_second_commit(hub, saved):
-    for _ in range(2):
-        ermoe.push(saved, "me/twice", figures={"loss": 1.5}, about="Twice.")
-    assert len(hub.repos["me/twice"]) == 3  # an empty one first
+def test_a_second_push_takes_the_place_of_the_first(hub, saved, model, tmp_path):
+    images = torch.randn(1, 3, 160, 160)
+    save_state(model, model.state_dict(), tmp_path / "parts", largest_file=1_000_000)
+    for number, folder in enumerate((saved, tmp_path / "parts", saved), 2):  # an empty commit is the first
+        ermoe.push(folder, "me/again", figures={"loss": 1.5}, about="Again.")
+        assert len(hub.repos["me/again"]) == number
+        assert hub.files("me/again").keys() == {*os.listdir(folder), "README.md"}
+        assert torch.equal(ermoe.load("me/again").eval()(images), model(images))
 
 
 @pytest.mark.parametrize(

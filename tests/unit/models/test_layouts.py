@@ -54,7 +54,7 @@ def test_experts_are_shared_within_a_host_or_by_as_many_as_can(size):
 def test_the_command_says_what_fits(capsys):
     assert main(["info", "paper-b16", "--cluster", "2x4", "--memory", "3"]) == 0
     shown = capsys.readouterr().out
-    assert "too little" in shown
+    assert "none" in shown
     assert "fsdp+ep 4" in shown
 
 

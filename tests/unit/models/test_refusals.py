@@ -145,6 +145,16 @@ def test_attention_of_ones_own_is_refused_only_if_its_weights_are_needed():
     assert ermoe.upcycle(model, score="prototype").sparsity.blocks == (1, 3)
 
 
+@pytest.mark.parametrize(("part", "place"), [("", "it"), ("mlp", "its mlp"), ("mlp.fc1", r"mlp\.fc1")])
+def test_classes_that_were_changed_by_others_are_named(dense, part, place, monkeypatch):
+    kind = type(dense.blocks[1].get_submodule(part))
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *inputs: 2 * forward(self, *inputs))
+    said = rf"{place} has a forward that .* has put into the class {kind.__name__}, which.*; undo that first"
+    with pytest.raises(ValueError, match=said):
+        ermoe.upcycle(dense)
+
+
 @pytest.mark.parametrize("given", [None, "vit_tiny_patch16_224", {}])
 def test_what_is_no_model_is_refused(given):
     with pytest.raises(ValueError, match=r"upcycle takes a model, not a \w+: build one"):

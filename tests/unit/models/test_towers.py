@@ -14,7 +14,7 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import family_of
 from ermoe.models.upcycle import restart_ffns
 from support.backbones import apart, build, distance, perturb
-from support.towers import HUGGING_FACE, NAMES, VIT, tensors, tower
+from support.towers import HUGGING_FACE, IMAGES, NAMES, TOWER, VIT, WIDTH, tensors, tower
 
 
 def perturbed(name):
@@ -99,8 +99,8 @@ def test_images_alone_are_enough_to_count_and_calibrate(name):
     dense, inputs = perturbed(name)
     sparse = ermoe.upcycle(dense, num_experts=4, blocks=[1])
     images = torch.randn(2, 3, *family_of(sparse).image_size(sparse))
-    flops = ermoe.count(sparse).flops
-    assert min(flops.embedding, flops.attention, flops.context, flops.experts) > 0
+    work = ermoe.count(sparse).multiply_adds
+    assert min(work.embedding, work.attention, work.context, work.experts) > 0
     (layer,) = ermoe.calibrate(sparse, [images], rounds=1).values()
     assert layer.num_tokens == 2 * family_of(sparse).num_tokens(sparse)
     assert ermoe.calibrate(sparse, [inputs], rounds=1)
@@ -239,6 +239,44 @@ class TestTransformersOwnFiles:
             AutoModelForImageClassification.from_pretrained(tmp_path / "copy")
         with pytest.raises(UserError, match="does not say how a SparseViTForImageClassification is sparse"):
             SparseViTForImageClassification(ViTConfig(**VIT))
+
+
+def test_a_model_around_a_tower_keeps_it_sparse(tmp_path):
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    text = LlamaConfig(**WIDTH, num_key_value_heads=2, intermediate_size=32, vocab_size=50, pad_token_id=0)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**IMAGES), text_config=text, image_token_index=49, vision_feature_layer=-1
+    )
+    dense = perturb(LlavaForConditionalGeneration(config)).eval()
+    inputs = tower("CLIPVisionModel")[1]
+    inputs["input_ids"] = torch.tensor([[3] + [49] * 16 + [4, 5]]).repeat(2, 1)
+    with torch.no_grad():
+        expected = dense(**inputs).logits
+        sparse = ermoe.upcycle(dense, num_experts=4, inplace=True)
+        assert distance(sparse(**inputs).logits, expected) <= 1e-4
+        assert type(config.vision_config) is CLIPVisionConfig  # other models may be made from it
+        apart(sparse).save_pretrained(tmp_path)
+        again = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(again(**inputs).logits, sparse(**inputs).logits)
+        assert distance(again(**inputs).logits, expected) > 1e-3
+    assert again.config.vision_config is again.model.vision_tower.config
+    plain = ermoe.to_dense(ermoe.upcycle(LlavaForConditionalGeneration(config)))
+    assert type(plain.config.vision_config) is type(plain.model.vision_tower.config) is CLIPVisionConfig
+
+
+def test_coca_has_one_tower_that_sees(caplog):
+    from open_clip.coca_model import CoCa
+
+    text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
+    image = {**TOWER, "attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
+    dense = perturb(CoCa(32, text, text, image)).eval()
+    sparse = ermoe.upcycle(dense, num_experts=4)
+    assert "ermoe.save(model.visual, folder)" in caplog.text
+    images = tower("plain")[1]["image"]
+    assert distance(sparse.encode_image(images), dense.encode_image(images)) <= 1e-4
+    with pytest.raises(UserError, match=r"TextTransformer sees no images: pass the image tower, model\.visual"):
+        ermoe.upcycle(dense.text)
 
 
 def test_what_a_wrapper_holds_is_treated_as_on_its_own():

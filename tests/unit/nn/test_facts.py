@@ -1,4 +1,4 @@
-"""The two facts that shape the method (docs/method.md), and what follows from them."""
+"""The two facts that shape the method (docs/explanation/facts.md), and what follows from them."""
 
 import pytest
 import torch

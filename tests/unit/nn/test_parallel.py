@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ermoe
 from ermoe.errors import UserError
 from ermoe.nn.parallel import distribute, parallelise
+from ermoe.nn.sharding import is_sharded, whole_copy
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,17 @@ def test_experts_are_shared_by_as_many_processes_as_can(num_experts, own):
     assert layers[0].experts.up.U.to_local().shape[0] == own
     assert layers[0].router.score.psi.shape[0] == num_experts
     assert isinstance(layers[0].router.score.psi, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ep", "fsdp+ep"])
+def test_a_whole_copy_has_nothing_of_other_processes(how):
+    layers = nn.Sequential(*model(4))
+    kinds = [type(module) for module in layers.modules()]
+    parallelise(layers, how, 4)
+    shared = [(type(module), len(module._forward_pre_hooks)) for module in layers.modules()]
+    copied = whole_copy(layers)
+    assert [type(module) for module in copied.modules()] == kinds
+    assert not any(module._forward_pre_hooks for module in copied.modules())
+    assert [tuple(weight.shape) for weight in copied.parameters()] == [tuple(w.shape) for w in model(4).parameters()]
+    assert not any(map(is_sharded, copied.parameters()))
+    assert [(type(module), len(module._forward_pre_hooks)) for module in layers.modules()] == shared

@@ -34,7 +34,7 @@ def test_steps_of_another_device_do_not_count_and_old_ones_are_of_the_cpu(tmp_pa
     comparison.add_records(tmp_path / comparison.RECORDS, old)
     measured = []
     monkeypatch.setattr(comparison, "_measure", lambda asked, dense, own: measured.append(asked.device) or [])
-    asked = Comparison(("digits-dense",), Path("digits"), (1,), tmp_path, threads=1, device="cpu")
+    asked = Comparison(("digits-dense", "digits"), (1,), tmp_path, threads=1, device="cpu")
     assert comparison.step_times(asked)["digits-dense"].ratio == 1.0
     assert measured == []
     monkeypatch.setattr(comparison, "device_named", torch.device)
@@ -44,7 +44,7 @@ def test_steps_of_another_device_do_not_count_and_old_ones_are_of_the_cpu(tmp_pa
 
 
 def test_brackets_in_names_are_shown(tmp_path, capsys, monkeypatch):
-    setup = Setup(out=tmp_path / "[old]", work=tmp_path, seeds=1, console=Console(width=1000))
+    setup = Setup(out=tmp_path / "[old]", work=tmp_path, seeds=(1,), console=Console(width=1000))
     found = Findings(["row"], [["x"]], ["See [old]."])
     run(Study("thing", "a [title]", "there", lambda setup: "[here]", lambda setup: [], lambda runs: found), setup)
     shown = capsys.readouterr().out

@@ -9,7 +9,7 @@ from ermoe.errors import UserError
 from ermoe.studies.tables import Table, filled_in
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-DOCUMENTS = [BENCHMARKS.parent / "README.md", *sorted((BENCHMARKS.parent / "docs").glob("*.md"))]
+DOCUMENTS = [BENCHMARKS.parent / "README.md", *sorted((BENCHMARKS.parent / "docs").rglob("*.md"))]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def test_slurm_variables_become_those_of_torchrun():
 
 
 def test_the_commands_of_the_documentation_can_be_shared_out_and_start_from_weights():
-    text = (DOCS / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (DOCS / "how-to/several-processes.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [line for line in text.splitlines() if line.startswith(("torchrun ", "srun "))]
     assert len(commands) == 2
     for command in commands:

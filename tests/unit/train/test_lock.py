@@ -56,6 +56,28 @@ def test_another_process_is_refused_until_the_first_is_dead(tmp_path):
     assert os.listdir(run.folder) == []
 
 
+def test_an_earlier_life_of_the_same_job_is_waited_for_and_no_other(tmp_path, monkeypatch, caplog):
+    run = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
+    with another_process(run.folder / ".lock") as holder:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        monkeypatch.setattr(lock, "_PATIENCE", 0.5)
+        with (
+            pytest.raises(UserError, match=r"in use by another run \(process .*, job seven\)"),
+            run.locked(Processes()),
+        ):
+            pytest.fail("it was let in")
+        assert f"waiting for an earlier life, process {holder.pid}" in caplog.text
+        monkeypatch.setattr(lock, "_PATIENCE", 60.0)
+        threading.Timer(0.5, holder.kill).start()
+        with run.locked(Processes()):
+            assert holder.wait() == -signal.SIGKILL
+    with another_process(run.folder / ".lock"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "eight")
+        with pytest.raises(UserError, match="in use by another run"), run.locked(Processes()):
+            pytest.fail("it was let in")
+
+
 def test_a_run_may_ask_again_and_nothing_is_left_of_a_folder_that_stayed_empty(tmp_path):
     folder = tmp_path / "runs" / "a"
     with RunFolder(folder).locked(Processes()), RunFolder(folder).locked(Processes()):
@@ -124,7 +146,7 @@ def test_a_place_where_no_folder_can_be(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("command", ["image train digits-dense", "retrieve train tiny-dense", "brain train"])
+@pytest.mark.parametrize("command", ["image train digits-dense", "retrieve train tiny-dense", "brain train tiny-ermoe"])
 def test_the_second_training_in_a_folder_ends_before_it_reads_anything(command, tmp_path, capsys):
     from ermoe.cli.main import main
 

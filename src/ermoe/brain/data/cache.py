@@ -52,6 +52,16 @@ class VolumeCache:
             _map(stem, "t1"), _map(stem, "mask"), tissue_3XYZ, about["mask_source"], np.array(about["affine"])
         )
 
+    def kept(self, scan: Scan, name: str, make: Callable[[Volume], NDArray[Any]]) -> NDArray[Any]:
+        """What was once made of the volume of a scan, from a file beside it."""
+        stem = self.folder / self.key(scan)
+        try:
+            return np.load(f"{stem}.{name}.npy", allow_pickle=False)
+        except (OSError, ValueError, EOFError):  # none yet, or a damaged one
+            found = make(self.volume(scan))
+            _write(stem, name, found)
+            return found
+
     def fill(
         self, scans: Sequence[Scan], *, on_scan: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Problem]:

@@ -98,16 +98,14 @@ def _only_where(cohort: Cohort, options: CohortOptions) -> Cohort:
     return replace(cohort, scans=kept, notes=(*cohort.notes, note))
 
 
-def _cohort_at(place: Path, options: CohortOptions) -> Cohort:
-    if place.is_dir():
-        return _in_bids(place, options)
-    if place.is_file() and place.suffix.casefold() in TABLES:
-        return _in_table(place, options)
-    if not place.exists():
-        raise UserError(
-            f"{place} does not exist: name a BIDS root, or a table with the columns participant_id, t1, age"
-        )
-    raise UserError(f"{place} is no BIDS root and no table: name a folder with sub-* folders, or a TSV or CSV")
+def _cohort_at(path: Path, options: CohortOptions) -> Cohort:
+    if path.is_dir():
+        return _in_bids(path, options)
+    if path.is_file() and path.suffix.casefold() in TABLES:
+        return _in_table(path, options)
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name a BIDS root, or a table with the columns participant_id, t1, age")
+    raise UserError(f"{path} is no BIDS root and no table: name a folder with sub-* folders, or a TSV or CSV")
 
 
 def open_scans(paths: Sequence[str | os.PathLike[str]], options: CohortOptions | None = None, **changes: Any) -> Cohort:

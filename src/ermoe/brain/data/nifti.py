@@ -9,6 +9,7 @@ Letters: X, Y, Z voxels of the image, in that order of axes.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def _library() -> Any:
         import nibabel
     except ImportError:
         raise UserError("reading scans needs nibabel: pip install 'ermoe[brain]'") from None
+    nibabel.imageglobals.logger.setLevel(logging.CRITICAL)  # what is odd in a header is found and said here
     return nibabel
 
 

@@ -224,7 +224,7 @@ def plain_code(code: str) -> str:
 
 _CODES = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",
-    metavar="[CODE=SEX [CODE=SEX ...]]",
+    metavar="CODE=SEX …",
     instance_from_str=_sex_coding_from,
     is_instance=lambda value: isinstance(value, Mapping),
     str_from_instance=lambda coding: [f"{code}={sex}" for code, sex in coding.items()],

@@ -41,7 +41,7 @@ _COLUMNS: dict[str, dict[str, str]] = json.loads((files("ermoe.brain.reporting")
 """What each column means, as a sidecar says it; limits of intervals are explained by `_sidecar`."""
 
 
-def describe(folder: Path, *, name: str, source: str | None = None, readme: str = "") -> None:
+def describe(folder: Path, *, name: str, data: str | None = None, readme: str = "") -> None:
     """Makes a folder a BIDS derivative: dataset_description.json, README and what the validator is to pass over."""
     description: dict[str, Any] = {
         "Name": name,
@@ -49,8 +49,8 @@ def describe(folder: Path, *, name: str, source: str | None = None, readme: str 
         "DatasetType": "derivative",
         "GeneratedBy": [{"Name": _PIPELINE, "Version": __version__}],
     }
-    if source is not None:
-        description["SourceDatasets"] = [{"URL": Path(source).resolve().as_uri()}]
+    if data is not None:
+        description["SourceDatasets"] = [{"URL": Path(data).resolve().as_uri()}]
     write_json(folder / "dataset_description.json", description)
     write_text(folder / "README.md", f"# {name}\n\n{readme}\n\n{RESEARCH_USE}\n")
     write_text(folder / ".bidsignore", "\n".join(_IGNORED) + "\n")

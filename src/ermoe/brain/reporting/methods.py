@@ -30,6 +30,8 @@ def paragraph(model: BrainAgeModel, command: str) -> str:
     libraries = ", ".join(f"{name} {known}" for name in _LIBRARIES if (known := _version(name)))
     space = "in MNI space (affine)" if model.preprocessing.register == "affine" else "in the scanner's axes"
     recalibrated = "" if model.recalibration is None else f" The model was {model.recalibration.in_words()}."
+    columns = sorted({column for ridges in model.own_ridges.values() if ridges.own for column in ridges.columns})
+    own = f" Ridges of their own were fitted for the levels of {', '.join(columns)}." if columns else ""
     return (
         f"Brain age was estimated from T1-weighted MRI with ermoe {__version__} ({libraries}) by `{command}`. "
         f"The model ({facts['method']}, seed {facts['seed']}) was fitted to {facts['num_people']} people "
@@ -39,7 +41,7 @@ def paragraph(model: BrainAgeModel, command: str) -> str:
         f"{found['ages inside 90 % intervals']}. Scans were resampled to {spacing:g} mm {space}, and normalised "
         f"inside the brain mask ({model.preprocessing.normalisation}; masks in training: "
         f"{', '.join(model.mask_sources)})."
-        f"{recalibrated} Predictions are raw; tests of the gap should have age as a covariate."
+        f"{own}{recalibrated} Predictions are raw; tests of the gap should have age as a covariate."
     )
 
 

@@ -45,7 +45,7 @@ def report(
     made_up = ", synthetic brains" if evaluation.is_synthetic else ""
     name = f"Brain age of {evaluation.model.facts['data']}, {evaluation.method}{made_up}"
     readme = "Predictions of held-out people: desc-heldout_brainage.tsv; their errors: desc-metrics_brainage.tsv."
-    describe(folder, name=name, source=evaluation.config["data"]["path"], readme=readme)
+    describe(folder, name=name, data=evaluation.config["data"]["path"], readme=readme)
     _write_predictions(evaluation, folder / "desc-heldout_brainage.tsv")
     _write_metrics(evaluation, folder / "desc-metrics_brainage.tsv")
     known = _warnings(evaluation)
@@ -65,7 +65,9 @@ def report(
     headed = ((heading(title), bullets(said)) for title, said in card.sections.items())
     statements = [part for pair in headed for part in pair]
     page.section("Model card", f"{RESEARCH_USE} In the same words as model-card.md.", statements)
-    methods_section(page, evaluation.model, f"ermoe brain train {evaluation.config['data']['path']}")
+    methods_section(
+        page, evaluation.model, f"ermoe brain train …-{evaluation.method} {evaluation.config['data']['path']}"
+    )
     page.contents()
     return page.write(folder / "report.html")
 
@@ -76,6 +78,12 @@ def _warnings(evaluation: Evaluation) -> list[str]:
     found += [*evaluation.confounds, *_beaten(evaluation)]
     if evaluation.model.facts.get("network_worth") == 0:
         found.append("people held out found nothing in what the network adds: the ridge alone answers")
+    if "ridge over all" in evaluation.estimates:
+        error = evaluation.figures(evaluation.estimates["ridge over all"])["mae"].value
+        found.append(
+            "sites, scanners or batches have ridges of their own here; people of another one get the ridge over all, "
+            f"whose error is {error:.1f} years"
+        )
     if refusals := evaluation.held_out.refusals:
         found.append(refusals[0] + (f" (and {len(refusals) - 1} more folds)" if len(refusals) > 1 else ""))
     slope = evaluation.figures(evaluation.held_out.raw_N)["slope"].value

@@ -207,19 +207,22 @@ def page_of_scan(folder: Path, model: BrainAgeModel, one: Judged, volume: Volume
 def _contributions(model: BrainAgeModel, scan: Scan, volume: Volume) -> list[list[str]]:
     """(measure, years), the largest first, as the mean over the folds that judged."""
     measure_F = signs_of(volume, model.preprocessing.spacing_mm)[: len(MEASURES)]
-    ridges = [model.ridges[fold] for fold in model.folds_for(scan.participant_id)[0]]
+    folds = model.folds_for(scan.participant_id)[0]
+    ridges = [model.ridges[fold] for fold in folds]
     years_F = np.mean([(measure_F - own.mean) / own.scale * own.weight for own in ridges], axis=0)
     mean = float(np.mean([own.intercept for own in ridges]))
     order = np.argsort(-np.abs(years_F), kind="stable")
     added = [[MEASURES[place].replace("_", " "), f"{years_F[place]:+.1f}"] for place in order]
-    return [["mean age in training", f"{mean:.1f}"], *added]
+    pairs = [(model.own_ridges[fold], model.ridges[fold]) for fold in folds if fold in model.own_ridges]
+    own = [float(own.added(ridge, measure_F[None], [scan])[0]) for own, ridge in pairs]
+    scanner = [["the ridge of its own scanner", f"{np.mean(own):+.1f}"]] if any(own) else []
+    return [["mean age in training", f"{mean:.1f}"], *added, *scanner]
 
 
 def _occluded(model: BrainAgeModel, scan: Scan, volume: Volume) -> Array | None:
     """Years by which hiding each cube changes the age, by a network that may judge the person; None if not believed."""
     fold = model.folds_for(scan.participant_id)[0][0]
-    is_tested = "test" in model.parts_of(scan.participant_id).values()
-    worth = 1.0 if not model.ridges else (model.blend_of_fold[fold] if is_tested else model.blend).worth
+    worth = model.worth(fold, scan.participant_id)
     if not model.networks or not worth:
         return None
     seen_CXYZ, mask_XYZ = network_input(model.input, *voxels(volume))

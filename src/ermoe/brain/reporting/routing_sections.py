@@ -131,12 +131,7 @@ def _occlusion_map(model: nn.Module, head: AgeHead, volumes: ScanSet, compute: C
     edge = patch_size // reduction(volumes.kind)
     loader = every_scan(volumes, compute, batch_size=1)
     return mean_of_known(
-        np.stack(
-            [
-                changes_without_cubes(model, head, batch.input_BCXYZ, batch.mask_BXYZ, edge)
-                for (batch,) in loader.epoch()
-            ]
-        )
+        np.stack([changes_without_cubes(model, head, batch.input_BCXYZ, batch.mask_BXYZ, edge) for batch in loader])
     )
 
 

@@ -238,10 +238,15 @@ _LAYERS = ("layers", "encoder.layers", "encoder.layer", "model.layer")
 class HuggingFace(Family):
     """What all models of transformers have: a class and a configuration, from which they are built again."""
 
-    def mark(self, model: Any, sparsity: Any) -> None:
+    def mark(self, model: Any, sparsity: Any, whole: nn.Module) -> None:
         from ermoe.models import hugging_face  # which builds sparse models, and so asks here
 
-        hugging_face.mark(model, sparsity)
+        hugging_face.mark(model, sparsity, whole)
+
+    def is_built_by(self, whole: nn.Module, model: Any) -> bool:
+        from ermoe.models import hugging_face
+
+        return hugging_face.is_built_by(whole, model)
 
 
 class HuggingFaceViT(HuggingFace):

@@ -17,6 +17,7 @@ from ermoe.models.families.open_clip_vit import describe_blocks
 from ermoe.models.inside import Around
 
 _CLASSES: dict[str, Any] = {"CLIP": CLIP, "CustomTextCLIP": CustomTextCLIP}
+_NOT_FROM_FILES = {"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "pretrained"}  # fetched from the hub
 _SMALL_TOWER = {"layers": 1, "width": 64, "image_size": 32, "patch_size": 32}  # in the place of the one described
 
 
@@ -46,6 +47,8 @@ class OpenClip(Around):
         }
 
     def build(self, description: Json, *, device: str = "cpu") -> nn.Module:
+        if named := sorted(_NOT_FROM_FILES & {*description, *description.get("text", ())}):
+            raise UserError(f"a saved model may not set {', '.join(named)}: remove it from config.json")
         if description["class"] == "TimmModel":
             return _build_timm(description, device)
         kept = {name: description[name] for name in ("nonscalar_logit_scale", "init_logit_bias", "output_dict")}

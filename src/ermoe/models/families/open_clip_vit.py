@@ -119,6 +119,8 @@ class OpenClipViT(Family):
         return SparseCustomResidualAttentionBlock if is_custom else SparseResidualAttentionBlock
 
     def blocks(self, model: Any) -> list[tuple[str, nn.Module]]:
+        if not isinstance(model, VisionTransformer):
+            raise UserError(f"{type(model).__name__} sees no images: pass the image tower, model.visual, or all of it")
         return children_at(model, "transformer.resblocks")
 
     def refusal(self, block: Any) -> str | None:

@@ -95,7 +95,7 @@ def load_weights(model: nn.Module, path: StrPath, *, strict: bool = True) -> Fit
     resized: tuple[str, ...] = ()
     if isinstance(model, VisionTransformer):
         state, resized = fit_sizes(_to_timm(state), model)
-    return load_state(model, state, source=path, strict=strict, resized=resized)
+    return load_state(model, state, path=path, strict=strict, resized=resized)
 
 
 def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from ermoe.nn.rivals.router import GatedRouter, weighted_top_k
 from ermoe.nn.routing import Routing
 from ermoe.nn.settings import RouterSettings
 from ermoe.nn.start import Start
+from ermoe.nn.tracing import is_any_number
 
 _PRIORITIES = ("never", "eval", "always")
 
@@ -104,7 +105,7 @@ class VMoERouter(GatedRouter):
     def decide(self, x_GSD: Tensor, mask_GS: Tensor | None) -> Routing:
         num_images, tokens_per_image = x_GSD.shape[:2]
         is_grouped = self.training or self.shares_places  # if not, nothing depends on the group
-        if is_grouped and torch.compiler.is_exporting() and isinstance(num_images, torch.SymInt):
+        if is_grouped and is_any_number(num_images):
             raise ValueError(
                 "images of a batch share the places of V-MoE's experts, so its graph depends on the batch: export it "
                 "with ermoe.export(model, file, dynamic_batch=False), or build it with eval_capacity_factor=None"

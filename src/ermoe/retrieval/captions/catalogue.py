@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ermoe._moved import renamed
 from ermoe.data.images import Images, ImagesInFiles
 from ermoe.errors import UserError
 from ermoe.files import StrPath, naming_what_cannot_be_read, read_bytes, read_text
@@ -27,29 +28,30 @@ _OWN_NAMES = {"train": ("train", "restval"), "dev": ("val", "dev", "valid", "val
 _LISTS = {split: (f"Flickr_8k.{split}Images.txt", f"{split}_images.txt", f"{split}.lst") for split in _OWN_NAMES}
 
 
+@renamed(place="path")
 def open_captions(
-    place: StrPath, protocol: str = "custom", split: str = "test", *, images: StrPath | None = None
+    path: StrPath, protocol: str = "custom", split: str = "test", *, images: StrPath | None = None
 ) -> CaptionSet:
-    """One split of a protocol from the files at ``place``.
+    """One split of a protocol from the files at ``path``.
 
-    ``place`` is the folder of a data set, or a caption file: COCO's or Karpathy's JSON, a Flickr token file, a table
+    ``path`` is the folder of a data set, or a caption file: COCO's or Karpathy's JSON, a Flickr token file, a table
     (csv, tsv, bars), or a folder of webdataset's tar shards. ``images`` is the folder of the image files where it is
     not one of the usual ones. Every image that is listed must be there, every caption must say something, and the
     numbers of both must be the protocol's.
     """
     with naming_what_cannot_be_read():
-        return _at(Path(os.path.expanduser(place)), protocol_of(protocol, split), split, images)
+        return _at(Path(os.path.expanduser(path)), protocol_of(protocol, split), split, images)
 
 
-def _at(place: Path, protocol: Protocol, split: str, images: StrPath | None) -> CaptionSet:
-    if not place.exists():
-        raise UserError(f"{place} does not exist: name the folder of a data set, or a caption file")
+def _at(data: Path, protocol: Protocol, split: str, images: StrPath | None) -> CaptionSet:
+    if not data.exists():
+        raise UserError(f"{data} does not exist: name the folder of a data set, or a caption file")
     pictures: Images | None = None
-    if shards := webdataset.find(place, split):
-        source, unused = f"{len(shards)} shards in {place}", 0
+    if shards := webdataset.find(data, split):
+        source, unused = f"{len(shards)} shards in {data}", 0
         annotations, ids, pictures = webdataset.read(shards, split)
     else:
-        path = _caption_file(place, protocol, split)
+        path = _caption_file(data, protocol, split)
         listed = read_annotations(path)
         source, unused = str(path), _unused(listed, path, protocol)
         annotations = _of_split(listed, path, protocol, split)
@@ -57,7 +59,7 @@ def _at(place: Path, protocol: Protocol, split: str, images: StrPath | None) -> 
     num_texts = sum(map(len, captions))
     protocol.check(split, len(captions), num_texts, source)
     if pictures is None:
-        ids, pictures = _image_files(annotations, path, place if place.is_dir() else path.parent, images, split)
+        ids, pictures = _image_files(annotations, path, data if data.is_dir() else path.parent, images, split)
     repeated = len(ids) - len(set(ids))
     if repeated and protocol.sizes:
         raise UserError(
@@ -69,34 +71,34 @@ def _at(place: Path, protocol: Protocol, split: str, images: StrPath | None) -> 
     return CaptionSet(ids, captions, pictures, protocol=protocol.name, split=split, summary=summary)
 
 
-def _caption_file(place: Path, protocol: Protocol, split: str) -> Path:
-    if place.is_file():
-        return place
+def _caption_file(data: Path, protocol: Protocol, split: str) -> Path:
+    if data.is_file():
+        return data
     names = protocol.files[split]
     if names == ("*",):
-        return _only_caption_file(place)
-    candidates = [place / folder / f"{name}{gz}" for name in names for folder in _BELOW for gz in ("", ".gz")]
+        return _only_caption_file(data)
+    candidates = [data / folder / f"{name}{gz}" for name in names for folder in _BELOW for gz in ("", ".gz")]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise UserError(
-            f"{place} has no caption file for {protocol.name}, split {split!r}: need {' or '.join(names)}, in the "
+            f"{data} has no caption file for {protocol.name}, split {split!r}: need {' or '.join(names)}, in the "
             "folder itself or below annotations/; or name the file"
         )
     return found
 
 
-def _only_caption_file(place: Path) -> Path:
+def _only_caption_file(data: Path) -> Path:
     found = [
         path
         for folder in _BELOW
-        if (place / folder).is_dir()
-        for path in sorted((place / folder).glob("[!.]*"))
+        if (data / folder).is_dir()
+        for path in sorted((data / folder).glob("[!.]*"))
         if Path(path.name.removesuffix(".gz")).suffix in _FORMATS
         or path.name.removesuffix(".gz") in ("captions.txt", "Flickr8k.token.txt")
     ]
     if len(found) != 1:
         listed = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"{place} should hold one caption file, and there are {len(found)} ({listed}): name the file")
+        raise UserError(f"{data} should hold one caption file, and there are {len(found)} ({listed}): name the file")
     return found[0]
 
 
@@ -163,25 +165,25 @@ def _unused(listed: list[Annotation], path: Path, protocol: Protocol) -> int:
 
 
 def _image_files(
-    annotations: list[Annotation], path: Path, place: Path, given: StrPath | None, split: str
+    annotations: list[Annotation], path: Path, data: Path, given: StrPath | None, split: str
 ) -> tuple[list[str], Images]:
     """The ids of the images, and the images, which all have to be there."""
-    root = _image_folder(annotations, path, place, given)
+    root = _image_folder(annotations, path, data, given)
     files = [own.file for own in annotations]
     label_N = torch.arange(len(files))
     images = ImagesInFiles(root, files, summary=str(path), split=split, classes=[*files, ""], label_N=label_N)
     return [named_id(file) or bytes_id(read_bytes(root / file)) for file in files], images
 
 
-def _image_folder(annotations: list[Annotation], path: Path, place: Path, given: StrPath | None) -> Path:
+def _image_folder(annotations: list[Annotation], path: Path, data: Path, given: StrPath | None) -> Path:
     """The folder below which all images are; one that lacks some is an error that says how many."""
-    bases = [place, place.parent] if place.name == "annotations" else [place]
+    bases = [data, data.parent] if data.name == "annotations" else [data]
     roots = [Path(given)] if given is not None else [base / name for base in bases for name in _IMAGES]
     sample = annotations[:: max(1, len(annotations) // 50)]
     root = max(roots, key=lambda root: sum((root / own.file).is_file() for own in sample))
     missing = [own.file for own in annotations if not (root / own.file).is_file()]
     if len(missing) == len(annotations):
-        where = str(given) if given is not None else f"{place} or its usual folders (images, val2017, …)"
+        where = str(given) if given is not None else f"{data} or its usual folders (images, val2017, …)"
         raise UserError(
             f"none of the {len(missing):,} images that {path} names is in {where}, not even {missing[0]}: name their "
             "folder with --images"

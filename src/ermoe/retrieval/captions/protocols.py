@@ -42,12 +42,12 @@ class Protocol:
         others = {name for other, names in self.files.items() if other != split for name in names}
         return set(self.files[split]) - others
 
-    def check(self, split: str, num_images: int, num_captions: int, source: str) -> None:
+    def check(self, split: str, num_images: int, num_captions: int, where: str) -> None:
         """Raises unless a split has the protocol's size."""
         expected = self.sizes.get(split)
         if expected is not None and expected != (num_images, num_captions):
             raise UserError(
-                f"{source} has {num_images:,} images with {num_captions:,} captions for the split {split!r}, and "
+                f"{where} has {num_images:,} images with {num_captions:,} captions for the split {split!r}, and "
                 f"{self.name} is {expected[0]:,} with {expected[1]:,}: use the file this protocol is made of, or "
                 "--protocol custom, whose figures go by their own size"
             )
@@ -57,7 +57,7 @@ def _read() -> dict[str, Protocol]:
     """The protocols of the table that is shipped."""
     table = resources.files("ermoe.retrieval.captions") / "protocols.toml"
     stored = tomllib.loads(table.read_text("utf-8"))
-    return {name: from_json(Protocol, {"name": name, **own}, source=str(table)) for name, own in stored.items()}
+    return {name: from_json(Protocol, {"name": name, **own}, where=str(table)) for name, own in stored.items()}
 
 
 PROTOCOLS = _read()

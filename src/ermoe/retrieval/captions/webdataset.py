@@ -9,23 +9,24 @@ import numpy as np
 import torch
 
 from ermoe.data import shards as tar_shards
-from ermoe.data.shards import ImagesInShards, Pair, pairs, read_part
+from ermoe.data.shard_index import Rows, each, kept
+from ermoe.data.shards import ImagesInShards, Pair, kept_pairs, read_part
 from ermoe.errors import UserError
 from ermoe.retrieval.captions.schema import Annotation, bytes_id, checked_caption, named_id
 
 _SPLITS = {"train": ("train",), "dev": ("dev", "val", "validation"), "test": ("test",)}
 
 
-def find(place: Path, split: str) -> list[Path]:
+def find(folder: Path, split: str) -> list[Path]:
     """The shards of a split, as `ermoe.data.shards.find` knows them by their names; "all" takes those of all splits."""
-    if place.is_file():
-        return [place] if place.suffix == ".tar" else []
-    shards = tar_shards.find(place, _SPLITS)
+    if folder.is_file():
+        return [folder] if folder.suffix == ".tar" else []
+    shards = tar_shards.find(folder, _SPLITS)
     if split == "all":
         return sorted(file for files in shards.values() for file in files)
     if shards and split not in shards:
         raise UserError(
-            f"{place} has shards, but none for {split}: their names or folders must have the word "
+            f"{folder} has shards, but none for {split}: their names or folders must have the word "
             f"{' or '.join(_SPLITS[split])}"
         )
     return shards.get(split, [])
@@ -34,17 +35,29 @@ def find(place: Path, split: str) -> list[Path]:
 def read(shards: list[Path], split: str) -> tuple[list[Annotation], list[str], ImagesInShards]:
     """What the shards hold, the ids of the images, and the images, read by offset."""
     annotations, ids, places = [], [], []
-    for number, shard in enumerate(shards):
-        for pair in pairs(shard, "txt"):
-            annotations.append(Annotation(pair.key, _captions(pair, shard)))
-            ids.append(named_id(pair.key) or bytes_id(read_part(shard, pair.start, pair.size)))
+    for number, (found, named) in enumerate(each(shards, _pairs_with_ids)):
+        for pair in found:
+            annotations.append(Annotation(pair.key, _captions(pair, shards[number])))
             places.append((number, pair.start, pair.size))
+        ids += named
     keys = [annotation.file for annotation in annotations]
     images = ImagesInShards(
         shards, np.array([os.fsencode(key) for key in keys], np.bytes_), np.array(places, np.int64).reshape(-1, 3),
         summary=f"{len(shards)} shards", split=split, classes=[*keys, ""], label_N=torch.arange(len(keys)),
     )  # fmt: skip
     return annotations, ids, images
+
+
+def _pairs_with_ids(shard: Path) -> tuple[list[Pair], list[str]]:
+    """Pairs, and the ids of their images; where a name does not tell, by the bytes of all images."""
+    found = kept_pairs(shard, "txt")
+    named = [named_id(pair.key) for pair in found]
+
+    def rows() -> Rows:
+        return [[bytes_id(read_part(shard, pair.start, pair.size))] for pair in found]
+
+    digests = named if all(named) else [digest for (digest,) in kept(shard, "ids by bytes", rows, (str,))]
+    return found, [name or str(digest) for name, digest in zip(named, digests, strict=True)]
 
 
 def _captions(pair: Pair, shard: Path) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def load_clip_weights(model: CLIP, path: StrPath, *, parts: tuple[str, ...] = PA
     chosen = tuple(prefix for part in parts for prefix in _PREFIXES[part])
     wanted = {name: tensor for name, tensor in state.items() if name.startswith(chosen)}
     kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(chosen)}
-    fit = load_state(model, {**kept, **wanted}, source=path, resized=resized)
+    fit = load_state(model, {**kept, **wanted}, path=path, resized=resized)
     _take_training_ids(model, stored.get("trained_on"))
     return fit
 

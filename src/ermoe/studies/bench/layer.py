@@ -20,6 +20,7 @@ from ermoe.studies.bench.peers import Shape, available, build, eigen_layer, toke
 from ermoe.studies.bench.result import Bar, Result
 
 _EIGEN, _VMOE = "ermoe R=504 r=56", "our V-MoE"
+_MERGED = "ermoe dense experts"  # what `ermoe.merge` makes of full rank
 _SHARES = {56: 0.10, 32: 0.06}  # by routing rank, of the layer's time that its decision may take
 _COLUMNS = 448  # E · r stays at 8 · 56
 
@@ -74,22 +75,25 @@ def beside_peers(shape: Shape, *, rounds: int, threads: list[int], routings: lis
 
 
 def _bars(result: Result, threads: int) -> list[Bar]:
-    """The promises about this benchmark."""
+    """The promises about this benchmark; where products are faster (AVX-512), all that is not a product counts more."""
     forward, step = (f"{name}, natural, {threads} threads" for name in ("forward", "forward+backward"))
     if forward not in result.tables:
         return []
-    ratio = partial(result.ratio, forward)
+    ratio, wide = partial(result.ratio, forward), torch.backends.cpu.get_cpu_capability() == "AVX512"
     found = [
-        Bar("forward, ERMoE / floor", ratio(_EIGEN), 1.00),
-        Bar("forward, ERMoE / our V-MoE", ratio(_EIGEN, to=_VMOE), 0.95),
+        Bar("forward, ERMoE / floor", ratio(_EIGEN), 1.05 if wide else 1.00),
+        Bar("forward, ERMoE / our V-MoE", ratio(_EIGEN, to=_VMOE), 0.95 if wide else 0.92),
         Bar("forward, our V-MoE / floor", ratio(_VMOE), 1.08),
-        Bar("forward+backward, ERMoE / floor", result.ratio(step, _EIGEN), 1.20),
+        Bar("forward, ERMoE merged at full rank / our V-MoE", ratio(_MERGED, to=_VMOE), 1.05),
+        Bar("forward+backward, ERMoE / floor", result.ratio(step, _EIGEN), 1.10),
+        Bar("forward+backward, ERMoE / our V-MoE", result.ratio(step, _EIGEN, to=_VMOE), 0.92),
     ]
-    for name, table in (("forward", forward), ("forward+backward", step)):
+    for name, table, limit in (("forward", forward, 0.97 if wide else 0.92), ("forward+backward", step, 0.80)):
         backends = [row for row in result.tables[table] if row.name.startswith(("transformers", "Mixtral"))]
         if backends:
             fastest = min(backends, key=lambda row: row.ratio).name
-            found.append(Bar(f"{name}, ERMoE / fastest of transformers", result.ratio(table, _EIGEN, to=fastest), 0.95))
+            over = result.ratio(table, _EIGEN, to=fastest)
+            found.append(Bar(f"{name}, ERMoE / fastest of transformers", over, limit))
     return found
 
 

@@ -103,5 +103,6 @@ def run(*, images: int, rounds: int, threads: int) -> Result:
             1.08,
         ),
         Bar("training step, ERMoE / dense of equal active FLOPs", result.ratio(training, "ermoe"), 1.35),
+        Bar("training step, ERMoE / V-MoE", result.ratio(training, "ermoe", to="v-moe"), 1.05),
     ]
     return result

@@ -25,8 +25,8 @@ from torch import nn
 from ermoe.models.layouts import Layout, needs, size_of
 from ermoe.models.presets import preset
 from ermoe.nn import moe_layers, orthogonality_loss, update_balance
-from ermoe.nn.parallel import by_mesh, parallelise
-from ermoe.nn.sharding import own_experts
+from ermoe.nn.parallel import parallelise
+from ermoe.nn.sharding import by_mesh, own_experts
 from ermoe.studies.bench.measure import compare
 from ermoe.studies.bench.result import Bar, Result
 

@@ -193,7 +193,7 @@ def _costs(setup: Setup) -> dict[str, Any]:
         found[name] = {
             "parameters": counted.total_parameters / 1e6,
             "active": counted.active_parameters / 1e6,
-            "multiply_adds": counted.flops.total / 2e9,
+            "multiply_adds": counted.multiply_adds.total / 1e9,
         }
         work[name] = inferring(model.eval(), batch)
     for row in compare(take_turns(work, rounds=15), _FREE):

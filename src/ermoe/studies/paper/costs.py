@@ -42,8 +42,8 @@ def count_model(name: str) -> dict[str, float]:
     return {
         "parameters": found.total_parameters / 1e6,
         "active": found.active_parameters / 1e6,
-        "multiply_adds": found.flops.total / 2e9,
-        "routing": found.flops.routing / 2e9,
+        "multiply_adds": found.multiply_adds.total / 1e9,
+        "routing": found.multiply_adds.routing / 1e9,
     }
 
 
@@ -114,9 +114,9 @@ def count_routing() -> dict[str, float]:
     found, context = {}, 0.0
     for name, rank in _ROUTERS.items():
         sparsity = {"rank": 504, "route_rank": rank, "balance": "none"}
-        flops = count_preset(Preset("vit_base_patch16_224", sparsity) if rank else preset("v-moe-b16")).flops
-        found[name] = flops.routing / 2e9
-        context = flops.context / 2e9
+        work = count_preset(Preset("vit_base_patch16_224", sparsity) if rank else preset("v-moe-b16")).multiply_adds
+        found[name] = work.routing / 1e9
+        context = work.context / 1e9
     return {**found, "context": context}
 
 

@@ -71,7 +71,7 @@ def answers(model: nn.Module, data: LabelledImages, recorder: RoutingRecorder | 
     """Accuracy, and which test images are named rightly; tells ``recorder`` their classes."""
     model.eval()
     right = []
-    for (batch,) in images.loader_of(model, data).epoch():
+    for batch in images.loader_of(model, data):
         if recorder is not None:
             recorder.labels(batch.label)
         right.append((model(as_model(model, batch.image)).argmax(1) == batch.label).cpu())
@@ -129,7 +129,10 @@ def _at_start(setup: Setup, variant: Variant, seed: int, data: LabelledImages) -
 
 def _size(model: nn.Module) -> dict[str, float]:
     counted = count(model)
-    return {"operations": counted.flops.total, "parameters": counted.total_parameters}
+    return {
+        "operations": 2 * counted.multiply_adds.total,  # as records have it
+        "parameters": counted.total_parameters,
+    }
 
 
 def _timed(setup: Setup, methods: Sequence[str], rounds: int) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _timed(setup: Setup, methods: Sequence[str], rounds: int) -> dict[str, Any]:
         model = images.started(setup, Variant(method, method), 1, data)
         size = images.base_recipe(setup, method).training.batch_size
         loader = replace(images.loader_of(model, data), batch_size=size)
-        (batch,) = next(loader.epoch())
+        batch = next(iter(loader))
         steps[method] = training_step_of(model, itertools.repeat((batch.image, batch.label)))
     return {row.name: row.ratio for row in compare(take_turns(steps, rounds=rounds, warmup=1), methods[0])}
 

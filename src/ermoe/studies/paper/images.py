@@ -104,14 +104,14 @@ def source(setup: Setup, path: str | None = None) -> LabelledImages:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, scale: str) -> LabelledImages:
-    train, test = open_images(place, "train"), open_images(place, "test")
+def _opened(path: str, scale: str) -> LabelledImages:
+    train, test = open_images(path, "train"), open_images(path, "test")
     if scale == "tiny":
         test = drawn(test, _TINY_TESTED)
     if scale != "full":
         side = _TINY_SIDE if scale == "tiny" else _MINI_SIDE
         train, test = _held(train, side), _held(test, side)
-    return LabelledImages(slug(place), train, test)
+    return LabelledImages(slug(path), train, test)
 
 
 def _held(images: Images, side: int) -> Images:
@@ -273,7 +273,7 @@ def examined(model: nn.Module, data: LabelledImages) -> tuple[dict[str, float], 
 def routed(model: nn.Module, data: LabelledImages) -> RoutingRecorder:
     """The routing of test images whose classes need not be the model's."""
     with record_routing(model, classes=data.test.classes) as recorder:
-        for (batch,) in loader_of(model, data).epoch():
+        for batch in loader_of(model, data):
             recorder.labels(batch.label)
             model(batch.image)
     return recorder

@@ -57,7 +57,7 @@ def _by_step(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for step, model in over_training(setup, method, seed, data):
         with record_routing(model, classes=data.classes) as recorder, record_choices(model) as choices:
-            for (batch,) in images.loader_of(model, data).epoch():
+            for batch in images.loader_of(model, data):
                 recorder.labels(batch.label)
                 model(as_model(model, batch.image))
         summary, generator = recorder.summary(), torch.Generator().manual_seed(0)
@@ -165,7 +165,7 @@ def _choices(
 ) -> dict[str, Choices]:
     """The experts of some test images; V-MoE's without a limit, which is what it chooses and not what it drops."""
     with no_limit(model), record_choices(model) as choices:
-        for (batch,) in images.loader_of(model, data).epoch():
+        for batch in images.loader_of(model, data):
             model(as_model(model, perturb(batch.image)))
     return choices
 

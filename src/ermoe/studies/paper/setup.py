@@ -27,8 +27,8 @@ class Setup:
     scale: Scale = "mini"
     """mini: minutes on two cores. tiny: DeiT-Tiny from real weights, hours on two cores. full: the paper's sizes, for
     GPUs. The last two on the data you name."""
-    seeds: int = 3
-    """How many seeds."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Every model is trained with each of them."""
     pretrain: str | None = None
     """few-shot, ablation: the images that features are learned from; by default half of the classes of --data. At
     scale tiny, few-shot: unlabelled images to which experts are fitted; by default those of --data."""
@@ -50,8 +50,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.scale not in get_args(Scale):
             raise UserError(f"--scale {self.scale}: use one of {', '.join(get_args(Scale))}")
-        if self.seeds < 1:
-            raise UserError(f"--seeds {self.seeds}: need at least one")
+        if not self.seeds or min(self.seeds) < 1 or len(set(self.seeds)) < len(self.seeds):
+            raise UserError("--seeds: need at least one, each once and above 0, such as --seeds 1 2 3")
         if self.epochs is not None and self.epochs < 1:
             raise UserError(f"--epochs {self.epochs}: need at least one")
         if self.is_tiny and (self.weights is None or self.data is None):
@@ -76,14 +76,10 @@ class Setup:
 
         return Compute(Processes(device=device_named(self.device)), workers=workers, console=self.console)
 
-    def each_seed(self) -> range:
-        """1, 2, …"""
-        return range(1, self.seeds + 1)
-
     @property
     def in_seeds(self) -> str:
         """How many, in words."""
-        return "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        return "1 seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"
 
     def trained(self, data: str) -> Path:
         """The folder of models trained at this scale on ``data``, which all studies share."""

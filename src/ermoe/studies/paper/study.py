@@ -69,9 +69,7 @@ def every(
     names: Collection[str], work: Callable[[Setup, str, int], dict[str, Any]]
 ) -> Callable[[Setup], Sequence[Job]]:
     """A run of ``work`` for every name with every seed; models that studies have in common are trained once."""
-    return lambda setup: [
-        Job(name, seed, partial(work, setup, name, seed)) for seed in setup.each_seed() for name in names
-    ]
+    return lambda setup: [Job(name, seed, partial(work, setup, name, seed)) for seed in setup.seeds for name in names]
 
 
 def in_pairs(quoted: Sequence[str], ours: Sequence[str]) -> list[str]:

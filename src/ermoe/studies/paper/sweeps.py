@@ -171,7 +171,7 @@ def _each_k(setup: Setup) -> list[Job]:
     swept = [
         Job(name, seed, partial(_swept, setup, variant, seed))
         for name, variant in sweeps.items()
-        for seed in setup.each_seed()
+        for seed in setup.seeds
     ]
     retrained = every([f"trained with {k}" for k in NUMBERS if k != 2], _retrained)
     return [*swept, *retrained(setup)]
@@ -194,7 +194,7 @@ def _swept(setup: Setup, variant: Variant, seed: int) -> dict[str, Any]:
 
 def step_times(model: nn.Module, data: LabelledImages, rounds: int = 9) -> dict[str, float]:
     """The time of a forward pass at every k, over that at k = 2, all in turns."""
-    (batch,) = next(images.loader_of(model, data).epoch())
+    batch = next(iter(images.loader_of(model, data)))
 
     def forward(k: int) -> None:
         with experts_a_token(model, k), torch.inference_mode():

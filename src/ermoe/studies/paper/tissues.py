@@ -37,7 +37,7 @@ def probe(setup: Setup, method: str, seed: int) -> dict[str, Any]:
             when = ("first", "middle", "last")[min(number, 2)] if number < len(probed) - 1 else "last"
             found.setdefault(when, []).append({k: v for k, v in line.items() if k.startswith(_PREFIX)})
     if not found:
-        raise UserError(f"{folder} has no region probes, which need tissue maps of the scans: see docs/brain-data.md")
+        raise UserError(f"{folder} has no region probes: give the scans tissue maps, see docs/reference/brain-scans.md")
     return {when: {name: mean([line[name] for line in lines]) for name in lines[0]} for when, lines in found.items()}
 
 

@@ -52,7 +52,7 @@ def setup(tmp_path, work, monkeypatch, request):
     keep(request, sweeps.NUMBERS, 1, 2, 6)
     keep(request, accuracy.PARTS, "normal weights", "learned logits", accuracy.FULL.name, "square basis")
     monkeypatch.setattr(sweeps, "step_times", partial(sweeps.step_times, rounds=2))
-    return Setup(out=tmp_path, work=work, seeds=1, console=Console(quiet=True))
+    return Setup(out=tmp_path, work=work, seeds=(1,), console=Console(quiet=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -157,5 +157,5 @@ def test_region_routing_wants_tissue_maps(tmp_path, monkeypatch):
     fold.mkdir(parents=True)
     (fold / "metrics.jsonl").write_text('{"step": 1, "kind": "test", "test_mae": 5.0}\n')
     monkeypatch.setattr(brains, "trained", lambda setup, method, seed: tmp_path)
-    with pytest.raises(UserError, match="no region probes, which need tissue maps"):
+    with pytest.raises(UserError, match="no region probes: give the scans tissue maps"):
         tissues.probe(Setup(), "ermoe", 1)

@@ -20,12 +20,12 @@ from ermoe.studies.record import RECORDS, Job, read_records
 
 @pytest.fixture
 def setup(tmp_path):
-    return Setup(out=tmp_path / "out", work=tmp_path / "work", seeds=2, console=Console(quiet=True))
+    return Setup(out=tmp_path / "out", work=tmp_path / "work", seeds=(1, 2), console=Console(quiet=True))
 
 
 def study(work):
     def jobs(setup):
-        return [Job("a", seed, lambda seed=seed: work(seed)) for seed in setup.each_seed()]
+        return [Job("a", seed, lambda seed=seed: work(seed)) for seed in setup.seeds]
 
     def findings(runs):
         return Findings(["row", "paper", "ours"], [["a", "1", runs.cell("a", "x", style=".1f")]], ["It is so."])
@@ -112,7 +112,7 @@ def test_a_record_of_other_data_of_the_same_name_is_refused(setup, tmp_path):
     assert len(run_study(study(lambda seed: {"x": 2.0}), two)) == 2
 
 
-@pytest.mark.parametrize(("options", "message"), [({"scale": "huge"}, "use one of"), ({"seeds": 0}, "at least one")])
+@pytest.mark.parametrize(("options", "message"), [({"scale": "huge"}, "use one of"), ({"seeds": ()}, "at least one")])
 def test_bad_setups_get_a_sentence(options, message):
     with pytest.raises(UserError, match=message):
         Setup(**options)

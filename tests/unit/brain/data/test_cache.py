@@ -45,6 +45,21 @@ def test_it_returns_what_prepare_does(tmp_path, scans, counted):
     assert len(counted) == 1
 
 
+def test_what_was_made_of_a_volume_is_kept_and_made_again_if_damaged(tmp_path, scans):
+    cache, made = VolumeCache(tmp_path / "cache", SMALL), []
+
+    def brightness(volume):
+        made.append(1)
+        return np.array([volume.t1_XYZ.max()])
+
+    first, again = (cache.kept(scans[0], "brightness", brightness) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert len(made) == 1
+    next(cache.folder.glob("*.brightness.npy")).write_bytes(b"")
+    np.testing.assert_array_equal(cache.kept(scans[0], "brightness", brightness), first)
+    assert len(made) == 2
+
+
 def test_volumes_are_maps_that_can_be_written_to_without_harm(tmp_path, scans):
     cache = VolumeCache(tmp_path / "cache", SMALL)
     volume = cache.volume(scans[0])

@@ -13,7 +13,7 @@ pytest.importorskip("nibabel")
 import nibabel
 from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 
-from ermoe.brain.commands import Doctor
+from ermoe.brain.commands import Check
 from ermoe.brain.data import preprocess as masks
 from ermoe.brain.data import quality
 from ermoe.brain.data.cohort import open_cohort, open_scans
@@ -267,7 +267,7 @@ def test_only_what_predicts_age_is_called_a_confound():
 def run_doctor(*scans, mask=False, **options):
     text = io.StringIO()
     try:
-        Doctor(tuple(map(str, scans)), cohort=CohortOptions(**options), mask=mask)(Console(file=text, width=200))
+        Check(tuple(map(str, scans)), cohort=CohortOptions(**options), mask=mask)(Console(file=text, width=200))
     except UserError as refusal:
         text.write(f"ermoe: {refusal}")
     return text.getvalue()
@@ -291,11 +291,11 @@ def test_synthesize_and_doctor_from_the_command_line(tmp_path, capsys):
     pytest.importorskip("nilearn")
     from ermoe.cli.main import main
 
-    assert main(["brain", "synthesize", str(tmp_path / "set"), "--subjects", "2", "--spacing-mm", "8"]) == 0
+    assert main(["brain", "synthesize", "--out", str(tmp_path / "set"), "--subjects", "2", "--spacing-mm", "8"]) == 0
     assert "2 synthetic subjects" in capsys.readouterr().out
-    assert main(["brain", "doctor", str(tmp_path / "set")]) == 0
+    assert main(["brain", "check", str(tmp_path / "set")]) == 0
     assert "0 errors" in capsys.readouterr().out
-    assert main(["brain", "doctor", str(tmp_path / "nowhere")]) == 2
+    assert main(["brain", "check", str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
 
 

@@ -27,9 +27,9 @@ def cohort(tmp_path_factory):
     return synthesize(tmp_path_factory.mktemp("phantoms") / "set", 4, seed=1, sessions=(1, 2), **COARSE)
 
 
-def grown(age, spacing_mm=3.0):
+def grown(age, spacing_mm=3.0, ageing="everywhere"):
     """The anatomy of one and the same person at an age."""
-    person = draw_person(0, 7, ages=(age, age), sessions=(1,), confounded=False)
+    person = draw_person(0, 7, ages=(age, age), sessions=(1,), confounded=False, ageing=ageing)
     shape = tuple(round(edge / spacing_mm) for edge in (182, 218, 182))
     return person, grow(atlas(), person, person.visits[0], shape=shape, spacing_mm=spacing_mm)
 
@@ -55,6 +55,17 @@ def test_brains_shrink_with_age():
     assert ventricles[1] > 1.8 * ventricles[0]
     white = [part.white_XYZ.sum() / part.brain().sum() for part in (young, old)]
     assert abs(white[0] - white[1]) < 0.03
+
+
+def test_age_can_show_in_the_front_alone_at_equal_shares():
+    young, old = grown(25.0, ageing="frontal")[1], grown(85.0, ageing="frontal")[1]
+    for tissue, share in young.tissues().items():
+        assert share.mean() == pytest.approx(old.tissues()[tissue].mean(), rel=0.01)
+    middle = young.grey_XYZ.shape[1] // 2 + 8
+    front = [part.grey_XYZ[:, middle:].sum() for part in (young, old)]
+    assert front[1] < 0.9 * front[0]
+    with pytest.raises(UserError, match="ageing='nowhere': use one of everywhere, frontal"):
+        synthesize("unused", 1, ageing="nowhere")
 
 
 def test_shares_are_shares():

@@ -139,4 +139,4 @@ def test_nonsense_is_refused(options, message):
 
 def test_unknown_stored_options_are_refused():
     with pytest.raises(UserError, match="unknown settings denoise"):
-        from_json(Preprocessing, {**to_json(Preprocessing()), "denoise": True}, source="brain_age.json")
+        from_json(Preprocessing, {**to_json(Preprocessing()), "denoise": True}, where="brain_age.json")

@@ -38,6 +38,14 @@ def linked(path):
     path.symlink_to("../../.git/annex/objects/a/b/MD5E-s9--0.nii.gz/MD5E-s9--0.nii.gz")
 
 
+def test_a_header_that_nibabel_would_mend_gets_our_sentence_alone(root, caplog):
+    data = bytearray(unpacked(t1_of(root)))
+    data[76:108] = bytes(32)  # voxels of no size
+    t1_of(root).write_bytes(gzip.compress(bytes(data)))
+    assert len(examine(open_cohort(root)).errors) == 1
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ermoe.nn import EigenMoE, build_experts, products
+from ermoe.nn.order import falling_order, stable_top_k
 
 KINDS = {
     "eigen": lambda: build_experts(16, 32, num_experts=5, rank=8, experts="eigen"),
@@ -87,3 +88,9 @@ def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monk
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
     for fast, slow in zip(gradients_of_it, gradients(experts, x, expected), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_best_without_a_sort_are_the_first_of_a_stable_one(k):
+    ranking_TE = torch.randint(0, 3, (200, 6), generator=torch.Generator().manual_seed(0)).float()  # many equal ones
+    assert torch.equal(stable_top_k(ranking_TE, k), falling_order(ranking_TE)[:, :k])

@@ -39,6 +39,8 @@ _SHAPE_FIELD_MM = 30.0  # over which the individual shape varies
 _SHAPE_DEVIATION_MM = 2.0
 _PUSH_MM = 7.0  # depth of periventricular white matter that gives way to a ventricle
 _WALL_MM = 0.6  # softness of the ventricle's wall
+_FRONT_MM = 0.0  # the front reaches from the anterior commissure forwards
+_FRONT_BORDER_MM = 6.0
 _POSE_DEGREES = 3.0
 _POSE_MM = 3.0
 # Grey matter in % of ICV as tissue tools report it, to what it fills in the atlas, whose maps are more generous.
@@ -63,6 +65,8 @@ class _Atlas:
     """Unit vectors that lead away from the ventricles."""
     atrophy_XYZ: Float
     """Where cortex gives way to CSF, in [0, 1.25]: along the sulci, more so in front."""
+    front_XYZ: Float
+    """Whether a place lies in the front of the brain, in [0, 1], with a soft border."""
 
     @property
     def volume_ml(self) -> float:
@@ -89,7 +93,8 @@ def atlas() -> _Atlas:
     sulci = ndimage.gaussian_filter(csf * (distance > 6), 1.0)
     reference = np.percentile(sulci[grey > 0.5], 95)
     atrophy = np.clip(sulci / reference, 0, 1) * (1 + 0.25 * np.tanh((y + 10) / 40))
-    maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy))
+    front = 1 / (1 + np.exp(-(y - _FRONT_MM) / _FRONT_BORDER_MM))
+    maps = (np.ascontiguousarray(one, np.float32) for one in (white, grey, brain, distance, away, atrophy, front))
     return _Atlas(*maps)
 
 
@@ -166,7 +171,13 @@ def grow(atlas: _Atlas, person: Person, visit: Visit, *, shape: tuple[int, int, 
     white, grey = white * (1 - ventricle), grey * (1 - ventricle)
     csf = np.maximum(brain - white - grey, 0)
     target_ml = _GREY_IN_ATLAS * visit.grey_percent / 100 * brain_ml
-    grey, csf = _thinned(grey, csf, _looked_up(atlas.atrophy_XYZ, x), target_ml, spacing_mm)
+    atrophy = _looked_up(atlas.atrophy_XYZ, x)
+    grey, csf = _thinned(grey, csf, atrophy, target_ml, spacing_mm)
+    if visit.frontal_percent:
+        front, voxel_ml = _looked_up(atlas.front_XYZ, x), spacing_mm**3 / 1000
+        lost_ml, before_ml = visit.frontal_percent / 100 * brain_ml, float(grey.sum()) * voxel_ml
+        grey, csf = _thinned(grey, csf, atrophy * front, before_ml - lost_ml, spacing_mm)
+        grey, csf = _thinned(grey, csf, atrophy * (1 - front), before_ml, spacing_mm)
     return Anatomy(white, grey, csf, distance - grown_mm, affine)
 
 

@@ -6,16 +6,17 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ermoe._version import __version__
 from ermoe.brain.data.phantom.anatomy import Anatomy, atlas, brain_mask_of, grow, scan_image
-from ermoe.brain.data.phantom.people import Person, Visit, draw_person
+from ermoe.brain.data.phantom.people import Ageing, Person, Visit, draw_person
 from ermoe.brain.data.tables import write_text, write_tsv
 from ermoe.errors import UserError
 from ermoe.files import replacing, write_json
@@ -33,6 +34,7 @@ def synthesize(
     sessions: int | Sequence[int] = 1,
     ages: tuple[float, float] = (45.0, 90.0),
     spacing_mm: float = 2.0,
+    ageing: Ageing = "everywhere",
     on_subject: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Writes the cohort and returns its root; people that are there already are not made again.
@@ -43,10 +45,12 @@ def synthesize(
         sessions: visits of everybody, or the numbers to draw from, for example (1, 2, 3); a year or two apart.
         ages: youngest and oldest at the first visit.
         spacing_mm: edge of the voxels.
+        ageing: "everywhere", or "frontal": age shows in the front of the brain alone, and no share of tissue in the
+            whole brain follows it.
         on_subject: called with (done, total) after each person.
     """
     counts = (sessions,) if isinstance(sessions, int) else tuple(sessions)
-    _refuse_nonsense(subjects, counts, ages, spacing_mm)
+    _refuse_nonsense(subjects, counts, ages, spacing_mm, ageing)
     root = Path(out)
     recipe = {
         "seed": seed,
@@ -55,8 +59,10 @@ def synthesize(
         "ages": list(map(float, ages)),
         "spacing_mm": spacing_mm,
     }
+    recipe |= {} if ageing == "everywhere" else {"ageing": ageing}
     _claim(root, recipe)
-    people = [draw_person(index, seed, ages=ages, sessions=counts, confounded=confounded) for index in range(subjects)]
+    drawn = partial(draw_person, seed=seed, ages=ages, sessions=counts, confounded=confounded, ageing=ageing)
+    people = [drawn(index) for index in range(subjects)]
     truth = []
     for done, person in enumerate(people, start=1):
         truth += [_visit(root, person, visit, spacing_mm) for visit in person.visits]
@@ -65,13 +71,17 @@ def synthesize(
     return root
 
 
-def _refuse_nonsense(subjects: int, sessions: tuple[int, ...], ages: tuple[float, float], spacing_mm: float) -> None:
+def _refuse_nonsense(
+    subjects: int, sessions: tuple[int, ...], ages: tuple[float, float], spacing_mm: float, ageing: str
+) -> None:
     if not 1 <= subjects <= 9999:
         raise UserError(f"subjects={subjects}: need 1 to 9999")
     if not sessions or min(sessions) < 1:
         raise UserError(f"sessions={sessions}: need at least one visit a person")
     if not 18 <= ages[0] <= ages[1] <= 95:
         raise UserError(f"ages={ages}: need youngest and oldest between 18 and 95, where the ageing curves hold")
+    if ageing not in get_args(Ageing):
+        raise UserError(f"ageing={ageing!r}: use one of {', '.join(get_args(Ageing))}")
     if not 1 <= spacing_mm <= 8:
         raise UserError(f"spacing_mm={spacing_mm}: need 1 to 8 mm")
 
