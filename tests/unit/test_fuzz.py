@@ -1,6 +1,7 @@
 """Whatever a file has become, a reader takes it or refuses it in a sentence: no other exception leaves the library.
 
-A few examples each, always the same; with ERMOE_FUZZ_SECONDS=120 in the environment, others for two minutes of computing each.
+A few examples each, always the same; with ERMOE_FUZZ_SECONDS=120 in the environment, others for two minutes of
+computing each.
 """
 
 import itertools
