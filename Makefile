@@ -12,7 +12,7 @@ FAR = */nn/exchange.py,*/nn/parallel.py,*/nn/sharding.py
 # Tests start many processes, which import torch in 3 seconds with its byte code and in 16 without.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo quick test test-all lint docs bench tables dist constraints dev-env
+.PHONY: help setup demo quick test coverage test-all lint docs bench tables dist constraints dev-env
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -22,7 +22,7 @@ help:
 	@echo "  make demo     start here: a ViT learns digits, becomes sparse, ends faster; writes runs/demo/report.html"
 	@echo "  make quick    while working: unit tests and doctests, about a minute"
 	@echo "  make test     everything a change must pass: lint, types, import contract, site, tests, examples; 8 minutes"
-	@echo "  make test-all the same and what needs a browser, other installations or much time"
+	@echo "  make test-all the same, lines counted, and what needs a browser, other installations or much time"
 	@echo "  make lint     only the quick checks: ruff, codespell, mypy, import-linter"
 	@echo "  make docs     the site in docs/_build/html; RUN=1 also runs the examples of its gallery"
 	@echo "  make bench    every benchmark of docs/results/performance.md, beside the peers: about an hour of an idle machine"
@@ -53,14 +53,19 @@ quick: dev-env
 	$(PYTEST) -q tests/unit src
 
 test: lint docs
-	$(PYTEST) --cov --cov-report= --durations=30
-	$(BIN)/coverage report --fail-under=90
-	$(BIN)/coverage report --include='*/ermoe/nn/*' --omit='$(FAR)' --fail-under=98
+	$(PYTEST) --durations=30
 	$(BIN)/python examples/run_all.py
 
-test-all: test
+# The same tests while lines are counted, which takes Python half as long again.
+coverage: dev-env
+	$(PYTEST) --cov --cov-report=
+	$(BIN)/coverage report --fail-under=90
+	$(BIN)/coverage report --include='*/ermoe/nn/*' --omit='$(FAR)' --fail-under=98
+
+test-all: lint coverage
 	$(MAKE) docs RUN=1
 	$(PYTEST) tests/system
+	$(BIN)/python examples/run_all.py
 
 # Strict: a broken link, an undocumented public name or option, or a name that does not exist ends it.
 docs: dev-env
