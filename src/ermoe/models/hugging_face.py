@@ -9,6 +9,7 @@ networks anew; from the configuration it reads that it must not.
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +35,8 @@ _SENTENCE = (
 
 
 class SparseConfig:
-    """What is added to a configuration of transformers: ``ermoe``, with "sparsity" and "merged" as `ermoe.save` has."""
+    """What is added to a configuration of transformers: ``ermoe``, with "sparsity", "merged" and, of models that were
+    built with any, "options" of their constructor, as `ermoe.save` has."""
 
     dense_class: ClassVar[Any]
 
@@ -61,8 +63,9 @@ class SparseModel:
     dense_class: ClassVar[Any]
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         made = getattr(config, "ermoe", None)
+        built = made.get("options", {}) if isinstance(made, dict) and not inputs else {}
+        super().__init__(config, *inputs, **{**built, **options})  # type: ignore[call-arg]
         if not isinstance(made, dict) or "sparsity" not in made:
             raise UserError(
                 f"this configuration does not say how a {type(self).__name__} is sparse: build the dense model, and "
@@ -147,6 +150,21 @@ def dense_class(model: Any) -> Any:
     return model.dense_class if isinstance(model, SparseModel) else type(model)
 
 
+def options_of(model: Any) -> dict[str, bool]:
+    """What the constructor of a model was told that its configuration does not say, where that is not the usual.
+
+    >>> from transformers import ViTConfig, ViTModel
+    >>> options_of(ViTModel(ViTConfig(num_hidden_layers=1), add_pooling_layer=False))
+    {'add_pooling_layer': False}
+    """
+    found = {
+        "add_pooling_layer": getattr(model, "pooler", None) is not None,
+        "use_mask_token": getattr(getattr(model, "embeddings", None), "mask_token", None) is not None,
+    }
+    usual = inspect.signature(dense_class(model)).parameters
+    return {name: value for name, value in found.items() if name in usual and value != usual[name].default}
+
+
 def dense_config(config: Any) -> Any:
     """The configuration of the dense model: a copy of ``config`` without a word on experts."""
     config = copy.copy(config)
@@ -176,7 +194,8 @@ def mark(model: Any, sparsity: Sparsity | None, whole: nn.Module) -> None:
         sparse_config(config.model_type)
     config_class: Any = type(config)
     config.__class__ = _config_like(config_class)
-    config.ermoe = {"sparsity": sparsity.as_options(), "merged": sparsity.merged}
+    told = {"options": options} if (options := options_of(model)) else {}
+    config.ermoe = {"sparsity": sparsity.as_options(), "merged": sparsity.merged, **told}
     _give(model, config, sparse_class(dense), whole)
 
 

@@ -318,9 +318,10 @@ def _from_transformers(config: Json) -> Description:
     dense["model_type"] = config["model_type"].removeprefix(_auto_classes.PREFIX)
     for part in (dense, dense.get("vision_config", {})):
         part.pop(_auto_classes.NOTICE, None)
+    name = config["architectures"][0].removeprefix(_auto_classes.NAME)
     return {
         "family": "hugging_face_timm" if dense["model_type"] == "timm_wrapper" else "hugging_face_vit",
-        "dense": {"class": config["architectures"][0].removeprefix(_auto_classes.NAME), "config": dense},
+        "dense": {"class": name, "config": dense, "options": config["ermoe"].get("options", {})},
         "sparsity": config["ermoe"]["sparsity"],
         "merged": config["ermoe"]["merged"],
     }

@@ -14,7 +14,7 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import family_of
 from ermoe.models.upcycle import restart_ffns
 from support.backbones import apart, build, distance, perturb
-from support.towers import HUGGING_FACE, IMAGES, NAMES, TOWER, VIT, WIDTH, tensors, tower
+from support.towers import HUGGING_FACE, IMAGES, NAMES, SIZE, TOWER, VIT, WIDTH, tensors, tower
 
 
 def perturbed(name):
@@ -321,3 +321,23 @@ def test_what_cannot_be_saved_is_said_before_training(name, caplog):
     dense.__class__ = type("Mine", (type(dense),), {})
     ermoe.upcycle(dense)
     assert "ermoe.save will not write this Mine: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ViTModel", {"add_pooling_layer": False}), ("DeiTModel", {"add_pooling_layer": False, "use_mask_token": True})],
+)
+def test_what_the_constructor_was_told_is_kept(name, options, tmp_path):
+    import transformers
+
+    kind = getattr(transformers, name)
+    model = ermoe.upcycle(kind(kind.config_class(**HUGGING_FACE[name]), **options), num_experts=2).eval()
+    ermoe.save(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "theirs")
+    images = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        expected = model(images).last_hidden_state
+        for again in (ermoe.load(tmp_path / "saved"), transformers.AutoModel.from_pretrained(tmp_path / "theirs")):
+            assert again.pooler is None
+            assert set(again.state_dict()) == set(model.state_dict())
+            assert torch.equal(again.eval()(images).last_hidden_state, expected)

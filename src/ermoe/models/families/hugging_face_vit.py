@@ -8,6 +8,7 @@ Letters: B sequences, N tokens, D model width, P width of a flat patch, h heads,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -331,9 +332,10 @@ def classes_of(*modules: ModuleType) -> dict[str, Any]:
 def describe(model: Any, *, whole: bool = False) -> Json:
     """The dense class of a model and its configuration, with the kind of attention where that is not the usual one.
 
-    A ``whole`` configuration also has what is as in any other.
+    ``options`` are what its constructor was given beside the configuration. A ``whole`` configuration also has what is
+    as in any other.
     """
-    from ermoe.models.hugging_face import dense_class, dense_config
+    from ermoe.models.hugging_face import dense_class, dense_config, options_of
 
     config = dense_config(model.config)
     is_eager = config._attn_implementation == "eager"
@@ -343,6 +345,7 @@ def describe(model: Any, *, whole: bool = False) -> Json:
             **(config.to_dict() if whole else config.to_diff_dict()),
             **({"attn_implementation": "eager"} if is_eager else {}),
         },
+        **({"options": options} if (options := options_of(model)) else {}),
     }
 
 
@@ -356,8 +359,13 @@ def build(classes: dict[str, Any], description: Json, *, device: str) -> nn.Modu
         attention = part._attn_implementation
         if attention not in (None, "eager", "sdpa"):  # any other name may be that of a repository
             raise UserError(f"attn_implementation={attention!r}: write 'eager' or 'sdpa' into config.json")
+    options = description.get("options", {})
+    if not isinstance(options, dict) or any(not isinstance(value, bool) for value in options.values()):
+        raise UserError(f"options={options!r}: the constructor of {name} is told true or false: save the model again")
+    if unknown := [option for option in options if option not in inspect.signature(classes[name]).parameters]:
+        raise UserError(f"{name} of transformers has no option {unknown[0]!r}: save the model again")
     with torch.device(device):
-        model: nn.Module = classes[name](config)
+        model: nn.Module = classes[name](config, **options)
     return model
 
 
