@@ -11,6 +11,7 @@ A queue that resumes: a line a run in benchmarks/results/brain_ixi50.jsonl; one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,6 +144,55 @@ def tables(records: list[Record], options: Options) -> tuple[Table, Table]:
         Table(["estimate", "runs", judged, "lowest – highest run"], rows),
         Table(["difference of MAE", "years", "95 % interval"], compared),
     )
+
+
+def everybody(records: list[Record], level: str) -> Table:
+    """Errors over all people, and how far predictions follow age: slope and r, inside the level and over all."""
+    rows = []
+    for estimate in dict.fromkeys(name for record in records for name in record["figures"]["estimates"]):
+        own = [record for record in records if record["settings"]["method"] == estimate]
+        found = [_follows(record, estimate, level) for record in own or records]
+        coverage = [record["figures"]["coverage"] for record in own]
+        means = [f"{mean:.2f}" for mean in np.mean(found, axis=0)]
+        rows.append([estimate, *means, f"{np.mean(coverage):.0%}" if coverage else "–"])
+    inside = [f"slope inside {level}", f"r inside {level}"]
+    return Table(["estimate", "MAE of all, years", "slope", *inside, "held by 90 % intervals"], rows)
+
+
+def _follows(record: Record, estimate: str, level: str) -> tuple[float, float, float, float]:
+    figures = record["figures"]
+    age, predicted = np.array(figures["age"]), np.array(figures["estimates"][estimate])
+    inside = np.array(figures["level"]) == level
+    error = float(np.abs(predicted - age).mean())
+    return error, _slope(age, predicted), _slope(age[inside], predicted[inside]), _r(age[inside], predicted[inside])
+
+
+def _slope(age: np.ndarray, predicted: np.ndarray) -> float:
+    return float(np.polyfit(age, predicted, 1)[0])
+
+
+def _r(age: np.ndarray, predicted: np.ndarray) -> float:
+    return float(np.corrcoef(age, predicted)[0, 1]) if predicted.std() > 0 else float("nan")
+
+
+def changed(records: list[Record], labels: Mapping[str, str], level: str) -> Table:
+    """Runs with something changed, beside the run with the same shuffle and seed as it is."""
+    usual = next(record for record in records if record["name"] == "ermoe, shuffle 0" and record["seed"] == 0)
+    people = [
+        person
+        for person, own in zip(usual["figures"]["people"], usual["figures"]["level"], strict=True)
+        if own == level
+    ]
+    rows = []
+    for record in records:
+        if record["name"] in labels:
+            error, slope, inside, _ = _follows(record, "ermoe", level)
+            own, other = errors(record, "ermoe", level), errors(usual, "ermoe", level)
+            difference = "–" if record is usual else paired_difference(people, own, other, draws=10_000).text()
+            figures = [f"{own.mean():.2f}", difference, f"{inside:.2f}", f"{error:.2f}", f"{slope:.2f}"]
+            rows.append([labels[record["name"]], *figures])
+    header = [f"MAE inside {level}, years", "difference", f"slope inside {level}", "MAE of all", "slope over all"]
+    return Table(["", *header], rows)
 
 
 if __name__ == "__main__":

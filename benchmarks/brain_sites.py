@@ -192,6 +192,20 @@ def transfer_table(records: list[Record]) -> Table:
     return Table(["IXI → ds002748", "runs", *shown.values()], rows)
 
 
+def back_table(records: list[Record]) -> Table:
+    """The ridge of the 36 people of the other scanner, judged on the people of IXI."""
+    (record,) = [record for record in records if record["settings"]["question"] == "sites"]
+    figures = record["figures"]
+    level = np.array([batch or site for batch, site in zip(figures["batch"], figures["site"], strict=True)])
+    age, predicted = np.array(figures["age"]), np.array(figures["estimates"]["ridge"])
+    rows = []
+    for name, inside in {"all fifty": level != "ds002748", "batch B": level == "B"}.items():
+        error, own = predicted[inside] - age[inside], age[inside]
+        shown = [error.mean(), np.abs(error - error.mean()).mean(), np.abs(own - own.mean()).mean()]
+        rows.append([name, f"{np.corrcoef(own, predicted[inside])[0, 1]:.2f}", *(f"{one:.1f}" for one in shown)])
+    return Table(["ds002748 → IXI", "r", "bias, years", "MAE without bias", "MAE of the mean"], rows)
+
+
 def together_table(records: list[Record]) -> Table:
     """The method minus the ridge of the same folds: errors averaged over runs for each person, people resampled."""
     rows = []

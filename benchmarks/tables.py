@@ -7,19 +7,20 @@ and the records disagree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import brain_ixi50
 import brain_regions
 import brain_sites
 import expert_findings
+import figures
 import real_weights
 import retrieval_flickr8k
 import routers_digits
 import upcycle_cifar10
 
+from ermoe.cli.info import ways_table
 from ermoe.files import replacing
 from ermoe.studies import comparison
 from ermoe.studies.bench.measure import Measurement
@@ -60,14 +61,10 @@ ESTIMATES = {
 }
 
 
+@cache
 def lines_of(study: str) -> list[Record]:
     """The runs of a study."""
     return read_records(RESULTS / f"{study}.jsonl")
-
-
-def figures_of_benchmark(name: str) -> dict[str, Any]:
-    """Of the last run of a benchmark."""
-    return dict([record for record in lines_of("bench") if record["name"] == name][-1]["figures"])
 
 
 def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
@@ -96,7 +93,7 @@ def bars() -> Table:
     rows = [
         [bar["name"], f"{bar['value']:.3f}", f"≤ {bar['limit']:.2f}", words[bar["holds"]], f"`{name}`"]
         for name in ("layer", "routing", "model", "scaling", "data")
-        for bar in figures_of_benchmark(name)["bars"]
+        for bar in figures.figures_of_benchmark(name)["bars"]
     ]
     return Table(["ratio", "measured", "bar", "", "benchmark"], rows)
 
@@ -117,7 +114,7 @@ def parts(instructions: str) -> Table:
 
 def growth() -> Table:
     """Time over that of the first case, and in brackets what the operations alone predict."""
-    sweeps = figures_of_benchmark("scaling")["tables"]
+    sweeps = figures.figures_of_benchmark("scaling")["tables"]
     rows = []
     for sweep, predicted in PREDICTED.items():
         cases = [f"{own['ratio']:.2f} ({by})" for own, by in zip(sweeps[sweep], predicted, strict=True)]
@@ -126,9 +123,18 @@ def growth() -> Table:
     return Table(["sweep", "first", "second", "third", "fourth"], rows)
 
 
+def peers() -> Table:
+    """Every layer of the benchmark over the floor."""
+    tables = figures.figures_of_benchmark("layer")["tables"]
+    passes = {title.split(",")[0]: rows for title, rows in tables.items() if ", natural" in title}
+    ratio = {title: {row["name"]: f"{row['ratio']:.2f}" for row in rows} for title, rows in passes.items()}
+    names = [row["name"] for row in next(iter(passes.values()))]
+    return Table(["layer", *ratio], [[name, *(own[name] for own in ratio.values())] for name in names])
+
+
 def routers_layer() -> Table:
     """What each router costs, the cheapest first."""
-    tables = figures_of_benchmark("routers_layer")["tables"]
+    tables = figures.figures_of_benchmark("routers_layer")["tables"]
     ratio = {title: {row["name"]: row["ratio"] for row in rows} for title, rows in tables.items()}
     names = sorted(ratio["forward"], key=lambda name: ratio["forward"][name])
     labels = {"dense": "dense FFN", "eigen": "`eigen` (r = 24)"}
@@ -162,11 +168,46 @@ def region_rates() -> Table:
     )
 
 
-def ixi50() -> Table:
-    """Errors inside batch B, of the study without changes."""
+@cache
+def ixi50_as_it_is() -> list[Record]:
+    """Runs of the study without changes."""
     usual = {"init": "random", "register": "none", "changes": {}}
-    records = [record for record in lines_of("brain_ixi50") if usual.items() <= record["settings"].items()]
-    return relabelled(brain_ixi50.tables(records, brain_ixi50.Options(Path()))[0], ESTIMATES)
+    return [record for record in lines_of("brain_ixi50") if usual.items() <= record["settings"].items()]
+
+
+@cache
+def ixi50_inside_b() -> tuple[Table, Table]:
+    """Errors, and their differences."""
+    return brain_ixi50.tables(ixi50_as_it_is(), brain_ixi50.Options(Path()))
+
+
+def ixi50() -> Table:
+    """Errors inside batch B."""
+    return relabelled(ixi50_inside_b()[0], ESTIMATES)
+
+
+def ixi50_differences() -> Table:
+    """Between estimates, inside batch B."""
+    found = ixi50_inside_b()[1]
+    pairs = [" − ".join(ESTIMATES[name] for name in row[0].split(" − ")) for row in found.rows]
+    return Table(found.header, [[pair, *row[1:]] for pair, row in zip(pairs, found.rows, strict=True)])
+
+
+def ixi50_all() -> Table:
+    """Over both batches."""
+    labels = ESTIMATES | {"batch only": "the mean age of one's batch in training"}
+    return relabelled(brain_ixi50.everybody(ixi50_as_it_is(), "B"), labels)
+
+
+def ixi50_changes() -> Table:
+    """The first shuffle and seed with a setting changed."""
+    labels = {
+        "ermoe, shuffle 0": "as it is",
+        "ermoe, shuffle 0, phantom": "`--init phantom`",
+        "ermoe, shuffle 0, affine": "`--register affine`",
+        "ermoe, shuffle 0, rate_after_warm_start 0.1": "`--rate-after-warm-start 0.1`",
+    }
+    return brain_ixi50.changed([record for record in lines_of("brain_ixi50") if record["seed"] == 0], labels, "B")
 
 
 def cell(table: Table, row: str, column: str) -> str:
@@ -223,11 +264,14 @@ TABLES: dict[str, Callable[[], Table]] = {
     "bars": bars,
     "parts": partial(parts, "AVX512"),
     "parts-avx2": partial(parts, "AVX2"),
+    "peers": peers,
     "growth": growth,
+    "ways": lambda: ways_table(figures.ways_of_b16()),
     "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
     "routers-layer": routers_layer,
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
+    "upcycle-cifar10-pairs": lambda: upcycle_cifar10.pairs(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
     "flickr8k-deit": lambda: retrieval_flickr8k.towers(lines_of("flickr8k_deit")),
     "flickr8k-deit-pairs": lambda: retrieval_flickr8k.pairs(lines_of("flickr8k_deit")),
@@ -237,6 +281,13 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-regions": regions,
     "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
+    "brain-ixi50-differences": ixi50_differences,
+    "brain-ixi50-all": lambda: relabelled(
+        brain_ixi50.everybody(ixi50_as_it_is(), "B"),
+        ESTIMATES | {"batch only": "the mean age of one's batch in training"},
+    ),
+    "brain-ixi50-changes": ixi50_changes,
+    "brain-sites-back": lambda: brain_sites.back_table(lines_of("brain_sites")),
     "brain-sites": lambda: brain_sites.transfer_table(lines_of("brain_sites")),
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
@@ -275,7 +326,7 @@ def documents() -> Sequence[Path]:
 
 def written_anew(document: Path) -> str:
     """A document as its records have it."""
-    return filled_in(document.read_text(encoding="utf-8"), TABLES)
+    return filled_in(document.read_text(encoding="utf-8"), TABLES, figures.FIGURES)
 
 
 def main() -> None:

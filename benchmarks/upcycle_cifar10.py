@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import scipy.stats
 import torch
 import torch.nn.functional as F
 import tyro
@@ -195,6 +197,19 @@ def table(records: list[Record]) -> Table:
         "largest load CV²": lambda runs: _largest([load for run in runs for load in run["figures"]["load_cv2"]]),
     }
     return one_row_a_name(records, "start", columns, LABELS)
+
+
+def pairs(records: list[Record]) -> Table:
+    """Accuracy minus the dense model's, seed by seed, and the 95 % interval of their mean (Student's t)."""
+    accuracy = {(record["name"], record["seed"]): record["figures"]["accuracy"] for record in records}
+    seeds = sorted({seed for _, seed in accuracy})
+    rows = []
+    for name in dict.fromkeys(name for name, _ in accuracy if name != "dense"):
+        found = [accuracy[name, seed] - accuracy["dense", seed] for seed in seeds]
+        half = scipy.stats.t.ppf(0.975, len(found) - 1) * np.std(found, ddof=1) / len(found) ** 0.5
+        by_seed = ", ".join(f"{one:+.2f}" for one in found)
+        rows.append([LABELS.get(name, name), by_seed, f"{np.mean(found):+.2f} ± {half:.2f}"])
+    return Table(["minus dense, points", "by seed", "mean, 95 % interval"], rows)
 
 
 def _largest(loads: list[float]) -> str:

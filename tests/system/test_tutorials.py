@@ -43,6 +43,7 @@ def run_python(session, file):
     for line in session.stdout:
         if line == "done\n":
             return
+        print(line, end="")
     pytest.fail(f"{file} ended the session")
 
 

@@ -1,4 +1,4 @@
-"""The documents: short pages, no diary, answers within two clicks."""
+"""The documents: short pages, no diary, answers within two clicks, no figure without its record."""
 
 import re
 from pathlib import Path
@@ -41,6 +41,48 @@ ANSWERS = {
     "a cluster": "how-to/several-hosts.md",
 }
 
+# Figures in text are written from records, between marks. What else may stand there: settings, formats, formulas, and
+# what the paper and others have published.
+NO_FIGURES = re.compile(
+    r"<!-- table: .*?<!-- end of table -->|<!-- figure: .*?<!-- end -->|^```.*?^```|`[^`]*`|\]\([^)]*\)|arXiv[: ][\d.]+"
+    r"|^\*\*The paper says\*\*[^\n]*",
+    re.DOTALL | re.MULTILINE,
+)
+FIGURE = re.compile(
+    r"(?<![\w.])\d[\d,]*\.\d+|\d[\d,.]* ?%|× ?\d+|\d+ ×(?! \d)"
+    r"|\d[\d,]* (?:points|seconds|minutes|hours|ms|[MG]B|times)\b"
+)
+INTERVALS = {"90 %", "95 %"}
+SETTINGS = {
+    "README.md": "3.11|3.12|3.13|3 GB|2.0",
+    "docs/explanation/brain-age.md": "0.2",
+    "docs/explanation/brain-grid.md": "× 112|× 96|0.5|99.5|5 MB|8 MB",
+    "docs/explanation/cost-model.md": "0.07|0.02|1.53|1.86|× 3072|124 MB|39 MB|0.50|0.25|0.12|0.04",
+    "docs/explanation/routers.md": "0.01|0.005|1.0",
+    "docs/explanation/upcycling.md": "243.0|284.9|113.2|129.9",
+    "docs/how-to/brain-train.md": "× 112|× 96|0.5|5 MB",
+    "docs/how-to/explore.md": "16 MB",
+    "docs/how-to/install.md": "3.11|3.12|3.13|3 GB",
+    "docs/how-to/phantoms.md": "2.4|0.5",
+    "docs/how-to/reproduce.md": "0.01|0.9",
+    "docs/how-to/several-hosts.md": "30 minutes",
+    "docs/how-to/several-processes.md": "5 GB",
+    "docs/how-to/train.md": "4 ×|0.05|0.1|0.25|0.8|1.0|0.9999|0.02",
+    "docs/reference/brain-scans.md": "0.01",
+    "docs/reference/files.md": "5 GB",
+    "docs/reference/measures.md": "0.01",
+    "docs/reference/refused.md": "1 GB|256 MB|16 MB",
+    "docs/results/brain-regions.md": "1 ×|0.1",
+    "docs/results/brain-sites.md": "20 times",
+    "docs/results/deit-experts.md": "12.5",
+    "docs/results/paper/threshold.md": "0.9|0.5",
+    "docs/results/paper/top-k.md": "0.5",
+    "docs/results/routers-digits.md": "× 197",
+    "docs/tutorials/index.md": "10 minutes|15 minutes",  # tests/system/test_tutorials.py runs them
+    "docs/tutorials/vit-in-ten-minutes.md": "× 8",
+}
+PUBLISHED = {"docs/reference/retrieval.md", "docs/results/contradictions.md", "docs/results/paper.md"}
+
 
 def name_of(page):
     return str(page.relative_to(ROOT))
@@ -57,6 +99,13 @@ def test_a_page_is_short_and_no_diary(page):
     text = page.read_text(encoding="utf-8")
     assert [word for word in DIARY if re.search(rf"\b{word}\b", text, re.IGNORECASE)] == []
     assert len(running_text(page).split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in PUBLISHED], ids=name_of)
+def test_a_figure_is_written_from_records_or_known(page):
+    known = INTERVALS | set(SETTINGS.get(name_of(page), "").split("|"))
+    found = FIGURE.findall(NO_FIGURES.sub("", page.read_text(encoding="utf-8")))
+    assert [figure for figure in found if figure not in known] == [], "mark it (benchmarks/figures.py) or leave it out"
 
 
 def links(page):

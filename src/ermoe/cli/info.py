@@ -14,6 +14,7 @@ from ermoe.errors import UserError
 if TYPE_CHECKING:
     from ermoe.models.count import Count
     from ermoe.models.presets import Way
+    from ermoe.studies.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def _show_preset(name: str, console: Console) -> None:
     chosen = presets.preset(name)
     console.print(f"[bold]{name}[/bold]: {chosen.about}")
     _show(name, presets.count_preset(chosen), console)
-    _show_ways(presets.ways(chosen), console)
+    console.print(ways_table(presets.ways(chosen)).terminal())
     if name in presets.PAPER:
         console.print(presets.WHAT_DOES_NOT_FIT)
 
@@ -137,7 +138,8 @@ def _sizes(name: str, counted: Count) -> list[list[str]]:
     ]
 
 
-def _show_ways(ways: list[Way], console: Console) -> None:
+def ways_table(ways: list[Way]) -> Table:
+    """What each way of making a dense ViT sparse costs; the last is V-MoE."""
     from ermoe.models.presets import millions, multiply_adds
     from ermoe.studies.tables import Table
 
@@ -155,4 +157,4 @@ def _show_ways(ways: list[Way], console: Console) -> None:
         experts = work.experts + work.shared_expert
         ours = [multiply_adds(experts), f"{experts / v_moe:.2f} ×"]
         rows.append([way.name, size, *ours, multiply_adds(work.routing + work.context), way.parity])
-    console.print(Table(header, rows).terminal())
+    return Table(header, rows)

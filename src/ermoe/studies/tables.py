@@ -6,6 +6,8 @@ In a document a table stands between two comments, and what is between them is w
     | preset | accuracy |
     …
     <!-- end of table -->
+
+A figure within a sentence stands between two of its own: ``<!-- figure: NAME -->0.97<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.table import Table as TerminalTable
@@ -22,6 +25,7 @@ from ermoe.studies.figures import Runs
 from ermoe.studies.record import Record
 
 _MARKED = re.compile(r"^( *)<!-- table: ([\w-]+) -->\n.*?^ *<!-- end of table -->$", re.MULTILINE | re.DOTALL)
+_MARKED_FIGURE = re.compile(r"<!-- figure: ([\w-]+) -->.*?<!-- end -->")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,10 @@ def spread(*path: str, style: str = ".2%") -> Show:
     return lambda runs: Runs(runs).cell(runs[0]["name"], *path, style=style)
 
 
-def filled_in(text: str, tables: Mapping[str, Callable[[], Table]]) -> str:
-    """A document with all its marked tables written anew, as far indented as their marks.
+def filled_in(
+    text: str, tables: Mapping[str, Callable[[], Table]], figures: Mapping[str, Callable[[], str]] | None = None
+) -> str:
+    """A document with all its marked tables and figures written anew, tables as far indented as their marks.
 
     >>> print(filled_in("See:\\n<!-- table: x -->\\nold\\n<!-- end of table -->", {"x": lambda: Table(["new"], [])}))
     See:
@@ -94,13 +100,23 @@ def filled_in(text: str, tables: Mapping[str, Callable[[], Table]]) -> str:
     | :-- |
     <BLANKLINE>
     <!-- end of table -->
+    >>> filled_in("in <!-- figure: y -->2<!-- end --> years", {}, {"y": lambda: "3"})
+    'in <!-- figure: y -->3<!-- end --> years'
     """
 
-    def anew(found: re.Match[str]) -> str:
+    def table(found: re.Match[str]) -> str:
         indent, name = found.groups()
-        if name not in tables:
-            raise UserError(f"there is no table {name!r}: use one of {', '.join(tables)}")
-        lines = [f"<!-- table: {name} -->", "", *tables[name]().markdown().splitlines(), "", "<!-- end of table -->"]
+        made = _known("table", name, tables)().markdown().splitlines()
+        lines = [f"<!-- table: {name} -->", "", *made, "", "<!-- end of table -->"]
         return "\n".join(indent + line if line else "" for line in lines)
 
-    return _MARKED.sub(anew, text)
+    def figure(found: re.Match[str]) -> str:
+        return f"<!-- figure: {found[1]} -->{_known('figure', found[1], figures or {})()}<!-- end -->"
+
+    return _MARKED_FIGURE.sub(figure, _MARKED.sub(table, text))
+
+
+def _known(kind: str, name: str, made: Mapping[str, Callable[[], Any]]) -> Callable[[], Any]:
+    if name not in made:
+        raise UserError(f"there is no {kind} {name!r}: use one of {', '.join(made)}")
+    return made[name]

@@ -1,4 +1,4 @@
-"""Every table of the documents says what the records say; `make tables` writes them."""
+"""Every table and figure of the documents says what the records say; `make tables` writes them."""
 
 import sys
 from pathlib import Path
@@ -32,9 +32,10 @@ def test_tables_and_records_agree(tables, document):
     assert document.read_text(encoding="utf-8") == tables.written_anew(document), "run `make tables`"
 
 
-def test_every_table_is_shown_somewhere(tables):
+def test_every_table_and_figure_is_shown_somewhere(tables):
     text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in text] == []
+    assert [name for name in tables.figures.FIGURES if f"<!-- figure: {name} -->" not in text] == []
 
 
 def test_a_table_that_disagrees_is_written_anew_in_its_place():

@@ -1,0 +1,90 @@
+"""Single figures in the sentences of README.md and docs/, from the records: `make tables` writes them too.
+
+A figure stands in a document between `<!-- figure: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ermoe.models.presets import PRESETS, Way, millions, ways
+from ermoe.studies.record import read_records
+
+RESULTS = Path(__file__).parent / "results"
+EXTRA = "extra time over a plain pass"
+TOKENS = {224: 197, 384: 577, 512: 1025}  # of a ViT with patches of 16 pixels, by image size
+
+
+@cache
+def figures_of_benchmark(name: str) -> dict[str, Any]:
+    """Of the last run of a benchmark."""
+    records = read_records(RESULTS / "bench.jsonl")
+    return dict([record for record in records if record["name"] == name][-1]["figures"])
+
+
+def ratio(benchmark: str, table: str, row: str) -> str:
+    """A time over that of the first row."""
+    return next(f"{own['ratio']:.2f}" for own in figures_of_benchmark(benchmark)["tables"][table] if own["name"] == row)
+
+
+def figure(benchmark: str, *path: str, style: str = ".0f", times: float = 1) -> str:
+    """A number of a benchmark's record."""
+    found: Any = figures_of_benchmark(benchmark)
+    for name in path:
+        found = found[name]
+    return f"{times * found:{style}}"
+
+
+def beside_v_moe(image_size: int) -> str:
+    """Multiply-adds of a layer over V-MoE's, by the formulas of docs/explanation/cost-model.md."""
+    tokens, dim, hidden, experts, top_k, rank, routing = TOKENS[image_size], 768, 3072, 8, 2, 504, 56
+    own = 2 * top_k * tokens * rank * (dim + hidden) + tokens * dim * experts * routing + tokens**2 * experts * routing
+    return f"{own / (2 * top_k * tokens * dim * hidden + tokens * dim * experts):.2f}"
+
+
+@cache
+def ways_of_b16() -> list[Way]:
+    """A ViT-B/16 made sparse in every way, counted."""
+    return ways(PRESETS["paper-b16"])
+
+
+def active(name: str) -> str:
+    """Parameters that a token of a ViT-B/16 meets."""
+    return next(millions(way.count.active_parameters) for way in ways_of_b16() if way.name == name)
+
+
+def shared_beside_dense() -> str:
+    """Multiply-adds of layers with a shared network over those of the other half of the blocks, which are dense."""
+    work = next(way.count.multiply_adds for way in ways_of_b16() if way.name.startswith("dense shared"))
+    return f"{(work.experts + work.shared_expert + work.routing + work.context) / work.dense_ffn:.1f}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "inspection-extra": lambda: figure(
+        "inspect_cost", "figures", "extra time over a plain pass", style=".1f", times=100
+    ),
+    "inspection-megabytes": lambda: figure("inspect_cost", "figures", "report MB", style=".2f"),
+    "memory-80-people": lambda: figure("brain_memory", "peak_megabytes", "80"),
+    "memory-160-people": lambda: figure("brain_memory", "peak_megabytes", "160"),
+    "storage-largest": lambda: f"{max(figures_of_benchmark('brain_storage')['largest_change_years'].values()):.4f}",
+    "turned-nod": lambda: figure("brain_storage", "median_change_years", "5° nod", style=".2f"),
+    "turned-lean": lambda: figure("brain_storage", "median_change_years", "5° lean", style=".2f"),
+    "resampled": lambda: figure("brain_storage", "median_change_years", "1 mm", style=".2f"),
+    "other-mask": lambda: figure("brain_storage", "median_change_years", "mask from deepbet", style=".1f"),
+    "ranked-images": lambda: figure("retrieval_ranking", "num_images", style=","),
+    "ranked-texts": lambda: figure("retrieval_ranking", "num_texts", style=","),
+    "ranking-megabytes": lambda: figure("retrieval_ranking", "peak_megabytes", style=",.0f"),
+    "ranking-matrix": lambda: figure("retrieval_ranking", "matrix_megabytes", times=1e-3),
+    "layer-balanced": lambda: ratio("layer", "forward, balanced, 2 threads", "ermoe R=504 r=56"),
+    "layer-collapsed": lambda: ratio("layer", "forward, collapsed, 2 threads", "ermoe R=504 r=56"),
+    "memory-ermoe": lambda: figure("model", "figures", "peak memory MB beyond parameters, ermoe paper-b16"),
+    "memory-v-moe": lambda: figure("model", "figures", "peak memory MB beyond parameters, V-MoE"),
+    "rank-504-moves": lambda: figure("upcycle_vit_b16", "eigen, rank 504", "relative_difference", style=".1f"),
+    "active-paper-b16": lambda: active("eigen, R = 504"),
+    "active-v-moe-b16": lambda: active("V-MoE"),
+    "shared-base": shared_beside_dense,
+    **{f"size-{size}": lambda size=size: beside_v_moe(size) for size in TOKENS},
+}
