@@ -266,6 +266,15 @@ def printable(path: StrPath) -> str:
     return harmless(text).replace("\t", "\\t").replace("\n", "\\n")
 
 
+def several(paths: StrPath | Sequence[StrPath]) -> list[str]:
+    """Paths, of which there may be one alone.
+
+    >>> several("a.png"), several([Path("a.png"), "b.png"])
+    (['a.png'], ['a.png', 'b.png'])
+    """
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
 def is_plain_name(name: object) -> bool:
     """Whether a text of a table or a configuration can name a file or a folder, here and nowhere else.
 

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import warnings
 
@@ -29,8 +30,21 @@ def test_every_public_name_has_a_text(package):
 def test_every_application_offers_the_same(package):
     module = importlib.import_module(package)
     assert {"train", "evaluate", "predict", "inspect", "recipe"} <= set(module.__all__)
-    first = {name: next(iter(inspect.signature(getattr(module, name)).parameters)) for name in ("train", "evaluate")}
-    assert first == {"train": "preset", "evaluate": "model"}
+    words = {name: list(inspect.signature(getattr(module, name)).parameters) for name in module.__all__}
+    assert words["train"][:3] == ["preset", "data", "folder"]
+    assert words["evaluate"][:2] == ["model", "data"]
+    assert words["predict"][0] == "model"
+    assert words["inspect"][:3] == ["models", "data", "out"]
+    assert all("compute" in words[name] for name in ("evaluate", "predict"))
+
+
+@pytest.mark.parametrize("package", APPLICATIONS)
+@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "inspect"])
+def test_every_argument_of_an_application_has_a_text(package, name):
+    function = getattr(importlib.import_module(package), name)
+    described = re.findall(r"^ {4}([\w, ]+): ", inspect.getdoc(function).partition("Args:")[2], re.MULTILINE)
+    named = {argument for names in described for argument in names.split(", ")}
+    assert set(inspect.signature(function).parameters) <= named
 
 
 @pytest.mark.parametrize("package", PUBLIC)

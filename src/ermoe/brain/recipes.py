@@ -104,10 +104,10 @@ class BrainRecipe:
         rivals: options of SFCN and Swin3D, by method.
         preprocessing: of scans.
         augmentation: of volumes, None for none.
-        harmonise: site, or the name of a column such as batch: what it adds to measures is taken off, fitted in each
+        harmonise: "site", or the name of a column such as batch: what it adds to measures is taken off, fitted in each
             fold; nothing is applied to a site that was not in training.
-        own_ridges: auto, a ridge for each site, scanner or batch of the table beside the ridge over all, believed as
-            far as its training people say; none; or the column that sorts scans.
+        own_ridges: "auto", a ridge for each site, scanner or batch of the table beside the ridge over all, believed as
+            far as its training people say; "none"; or the column that sorts scans.
         head: bins, soft labels; bins-cut, the same without renormalising them at the ends, as SFCN's authors;
             bins-l1, cross-entropy plus absolute error; regression, absolute error.
         ages: range of the bins in years, the same for every cohort, so that one model can start from another; None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from ermoe.brain.model import predict as judged
 from ermoe.brain.predicting import Predictor
 from ermoe.brain.recipes import BrainRecipe
 from ermoe.errors import UserError
-from ermoe.files import StrPath
+from ermoe.files import StrPath, several
 from ermoe.train.compute import Compute, device_named
 
 
@@ -102,7 +101,7 @@ def predict(
         cache: folder for prepared scans; by default among your caches.
         compute: device and workers.
     """
-    found = open_scans([scans] if isinstance(scans, str | os.PathLike) else scans).scans
+    found = open_scans(several(scans)).scans
     return list(_predictor(model, cache, compute).rows(found))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,7 @@ from ermoe.explorer.commands import Settings
 from ermoe.explorer.inspection import AtK, Inspection, inspection_page, short
 from ermoe.explorer.patches import Patched, patch_experts, patch_grid
 from ermoe.explorer.places import is_brain_age, is_index, model_names
-from ermoe.files import StrPath
+from ermoe.files import StrPath, several
 from ermoe.images.run import transform_for
 from ermoe.models.io import load
 from ermoe.nn import Router, moe_layers
@@ -66,7 +65,7 @@ def inspect(
         console: for a bar; None shows nothing.
     """
     settings = Settings() if settings is None else settings
-    places = [os.fspath(model) for model in ([models] if isinstance(models, str | os.PathLike) else models)]
+    places = several(models)
     if not places:
         raise UserError("no model given: ermoe inspect MODEL… --data DATA")
     write = partial(_write, out=Path(out), settings=settings)

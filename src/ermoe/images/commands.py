@@ -183,7 +183,7 @@ class Predict:
         with self.machine.started(console) as compute:
             model = opened(self.model, compute)
             names = class_names(self.model, model.num_classes)
-            predictions = predict(model, self.images, names, top=self.top, workers=compute.workers)
+            predictions = predict(model, self.images, names, top=self.top, compute=compute)
         for prediction in predictions:
             if prediction.problem is None:
                 ranked = zip(prediction.classes, prediction.probabilities, strict=True)

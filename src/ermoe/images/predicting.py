@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from ermoe.data.augment import ImageSource
 from ermoe.data.images import ImagesInFiles, Prediction
 from ermoe.errors import UserError
-from ermoe.files import StrPath, printable, read_json
+from ermoe.files import StrPath, printable, read_json, several
 from ermoe.images.run import as_model, opened, transform_for
-from ermoe.train.compute import Compute, Processes, device_named
+from ermoe.train.compute import Compute
 from ermoe.train.loader import Request, prepared
 
 _BATCH_SIZE = 16
@@ -27,31 +26,28 @@ _BATCH_SIZE = 16
 @torch.inference_mode()
 def predict(
     model: nn.Module | StrPath,
-    images: Sequence[StrPath],
+    images: StrPath | Sequence[StrPath],
     classes: Sequence[str] | None = None,
     *,
     top: int = 5,
-    workers: int = 0,
-    device: str = "cpu",
+    compute: Compute | None = None,
 ) -> list[Prediction]:
     """The most probable classes of image files; one that cannot be read stops no other.
 
     Args:
         model: a run folder, a model folder, a repository of the hub, or the model itself.
-        images: files.
+        images: files, one or several.
         classes: names of the classes; by default those of the run, else their numbers.
         top: classes of each image, best first.
-        workers: processes that read files ahead.
-        device: "auto", "cpu", "cuda" or "mps", for a model that is named; one that is given stays where it is.
+        compute: device and workers; a model that is given stays where it is.
     """
     if top < 1:
         raise UserError(f"top={top}: need at least 1")
-    own: Any = model
-    if not isinstance(model, nn.Module):
-        own = opened(model, Compute(Processes(device=device_named(device))))
+    compute = compute or Compute()
+    own: Any = model if isinstance(model, nn.Module) else opened(model, compute)
     if classes is None:
         classes = class_names("" if isinstance(model, nn.Module) else model, own.num_classes)
-    return _predict(own, [os.fspath(image) for image in images], classes, top=top, workers=workers)
+    return _predict(own, several(images), classes, top=top, workers=compute.workers)
 
 
 def _predict(

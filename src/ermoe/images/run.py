@@ -66,6 +66,7 @@ def train(
     Args:
         preset: a name of `ermoe.images.presets.PRESETS`, or a recipe of your own.
         data: a path or name for `ermoe.open_images`.
+        folder: of the run; `evaluate`, `predict` and `ermoe.load` take it.
         compute: processes, device, workers and console; its fields may also be given one by one.
         resume: see `ermoe.train.loop.fit`.
         changes: fields of the recipe, such as ``weights``, or of its training that are to differ.

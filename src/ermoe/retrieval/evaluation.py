@@ -47,6 +47,11 @@ class Evaluation:
     path: Path
     answers: Answers | None = None
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Recalls in both directions, ``i2t_r1`` to ``t2i_r10``, median ranks and ``rsum``."""
+        return dict(self.record["figures"])
+
 
 def evaluate(
     model: StrPath,

@@ -5,13 +5,12 @@ Letters: N images, C classes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ermoe.data.images import Prediction
 from ermoe.errors import UserError
-from ermoe.files import StrPath
+from ermoe.files import StrPath, several
 from ermoe.retrieval.build import load_clip
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.encode import TEMPLATES, classify
@@ -21,7 +20,7 @@ from ermoe.train.compute import Compute
 
 def predict(
     model: CLIP | StrPath,
-    images: Sequence[StrPath],
+    images: StrPath | Sequence[StrPath],
     classes: Sequence[str],
     *,
     templates: Sequence[str] = TEMPLATES,
@@ -32,7 +31,7 @@ def predict(
 
     Args:
         model: a run folder, a model folder, a repository of the hub, or the model itself.
-        images: files.
+        images: files, one or several.
         classes: their names, in words.
         templates: sentences around a name, with {} in its place.
         top: classes of each image, best first.
@@ -41,7 +40,7 @@ def predict(
     if top < 1:
         raise UserError(f"top={top}: need at least 1")
     own = model if isinstance(model, CLIP) else load_clip(model, device=(compute or Compute()).device)
-    files = [os.fspath(image) for image in images]
+    files = several(images)
     chance_NC = classify(own, image_files(Path(), files), classes, templates=templates, compute=compute)
     value_NC, order_NC = chance_NC.sort(dim=-1, descending=True, stable=True)
     ranked = zip(files, order_NC[:, :top].tolist(), value_NC[:, :top].tolist(), strict=True)

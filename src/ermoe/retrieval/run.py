@@ -33,6 +33,7 @@ def train(
     Args:
         preset: a name of `ermoe.retrieval.presets.PRESETS`, or a recipe of your own.
         data, protocol, images: see `ermoe.retrieval.captions.catalogue.open_captions`.
+        folder: of the run; `evaluate`, `predict` and `build_index` take it.
         cache: decode all images once and keep them in memory.
         compute: processes, device, workers and console; its fields may also be given one by one.
         resume: see `ermoe.train.loop.fit`.

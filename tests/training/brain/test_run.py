@@ -247,6 +247,18 @@ def test_predict_a_whole_data_set_or_some_of_its_people(finished, cohort_root, c
     assert f"{person}: " in capsys.readouterr().out
 
 
+def test_python_predicts_and_evaluates_like_the_commands(finished, cohort_root, cache, capsys):
+    scans = open_cohort(cohort_root).scans
+    (row,) = ermoe.brain.predict(finished, scans[0].t1, cache=cache)
+    assert row.seen_in_training
+    again = ermoe.brain.predict(ermoe.brain.load(finished), [scans[0].t1], cache=cache)
+    assert [own.brain_age for own in again] == [row.brain_age]
+    found = ermoe.brain.evaluate(finished, cohort_root, cache=cache)
+    assert (found["scans"], found["left_out"]) == (len(scans), 0)
+    assert main(["brain", "evaluate", str(finished), str(cohort_root), "--cache", str(cache)]) == 0
+    assert f"{found['mae']:.2f}" in capsys.readouterr().out
+
+
 def test_a_bids_app_judges_people_one_by_one_and_gathers_them(finished, cohort_root, tmp_path, capsys):
     people = [scan.participant_id for scan in open_cohort(cohort_root).scans[:4]]
     out, kept = tmp_path / "out", tmp_path / "kept"

@@ -199,6 +199,8 @@ def test_zero_shot_classes_are_nearest_names(place, tmp_path, capsys):
     assert feature_CD.shape == (2, 32)
     torch.testing.assert_close(feature_CD.norm(dim=-1), torch.ones(2))
     image = str(next((place / "flickr" / "images").iterdir()))
+    (named,) = ermoe.retrieval.predict(place / "run", image, ["dog", "cat", "boat"], top=2)
+    assert len(named.classes) == 2
     assert main(["retrieve", "predict", str(place / "run"), image, "--classes", "dog", "cat", "boat"]) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert all(name in shown for name in ("dog", "cat", "boat", "%"))

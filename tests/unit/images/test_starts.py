@@ -9,6 +9,7 @@ from PIL import Image
 
 from ermoe.images.predicting import predict
 from ermoe.images.presets import recipe
+from ermoe.train.compute import Compute
 
 
 @pytest.mark.parametrize("method", ["ermoe", "gate"])
@@ -26,6 +27,8 @@ def test_workers_read_the_same_images_for_a_prediction(tmp_path):
     model = recipe("digits-dense").build(10)
     Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(tmp_path / "photo.png")
     paths = [str(tmp_path / name) for name in ("photo.png", "nothing.png", "photo.png")]
-    alone, ahead = (predict(model, paths, list("abcdefghij"), workers=workers) for workers in (0, 1))
+    alone, ahead = (predict(model, paths, list("abcdefghij"), compute=Compute(workers=n)) for n in (0, 1))
     assert alone == ahead
+    (single,) = predict(model, paths[0], list("abcdefghij"))
+    assert single.classes == alone[0].classes
     assert [prediction.problem is None for prediction in ahead] == [True, False, True]
