@@ -10,8 +10,8 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 DIARY = [
     "this machine", "was cut off", "were cut off", "not kept", "beside other runs", "machine was busy", "busy machine",
     "shared machine", "idle machine", "an earlier version", "we tried", "was tried", "so far", "for now", "TODO",
-    "were promised", "was promised", "nobody has looked", "our machine", "noisy machine", "loaded machine", "other jobs",
-    "load average", "ran out of", "out of time", "no time left", "overnight", "not yet", "turned out", "turns out that",
+    "were promised", "was promised", "nobody has looked", "our machine", "noisy machine", "loaded machine",
+    "other jobs", "load average", "ran out of", "out of time", "no time left", "overnight", "not yet", "turned out",
     "time of writing", "currently", "unfortunately", "sadly", "work in progress", "left for later", "left open",
     "will be added", "coming soon", "first attempt", "second attempt", "this session", "sandbox", "FIXME", "yesterday",
     "in the meantime", "had to be stopped", "was killed by", "could not be measured",
