@@ -1,4 +1,4 @@
-"""`ermoe brain check`: looks at every scan of a cohort before a training run does, and for what else than the brain predicts age.
+"""`ermoe brain check`: looks at every scan before a training run does, and for what else than the brain predicts age.
 
 That is what a scan tells of its scanner and its file: each suspect alone, and everybody predicted from all others.
 
@@ -298,7 +298,7 @@ def _noise(data_XYZ: Float, mask_XYZ: Bool) -> float:
 
 
 def in_words(cohort: Cohort, examination: Examination) -> Iterator[str | Table]:
-    """What `ermoe brain check` says: the cohort in a few lines, problems one a line, the confound table, and how much there is."""
+    """The cohort in a few lines, problems one a line, the confound table, and how much there is."""
     people = {scan.participant_id for scan in cohort.scans}
     ages = [scan.age for scan in cohort.scans if scan.age is not None]
     years = f", {min(ages):.1f} to {max(ages):.1f} years" if ages else ""
