@@ -289,7 +289,7 @@ class HuggingFaceViT(HuggingFace):
         gate = Linear.of(mlp.gate_proj) if hasattr(mlp, "gate_proj") else None
         norm = getattr(block, self.sparse_class(block).parts[-1])
         up, down = _either(mlp, "fc1", "up_proj"), _either(mlp, "fc2", "down_proj")
-        act = _either(mlp, "activation_fn", "act_fn")
+        act = _either(mlp, "activation_fn", "act_fn", "activation")
         return FFN(up=Linear.of(up), down=Linear.of(down), gate=gate, act=act, norm=norm)
 
     def see(self, model: Any, batch: Tensor | dict[str, Tensor]) -> Any:
