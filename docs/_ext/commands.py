@@ -77,7 +77,7 @@ def written(words: Words) -> str:
     call = " ".join(
         ("ermoe", *words, *(str(action.metavar) for _, action in options(parser) if not action.option_strings))
     )
-    table = "\n".join(["| option | default | |", "| :-- | :-- | :-- |", *rows])
+    table = "\n".join(["| option | default | |", "| :-- | :-- | :-- |", *rows]) if rows else "It has no options."
     return f"## ermoe {' '.join(words)}\n\n```sh\n{call}\n```\n\n{_escaped(description)}\n\n{table}\n"
 
 

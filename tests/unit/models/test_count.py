@@ -118,6 +118,7 @@ class TestFormulas:
         assert work.routing == 3 * 3 * self.N * slots * self.D  # logits, dispatch, combine
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="the counter of an older torch leaves out averages")
 @pytest.mark.parametrize("name", [*ACCEPTED, "torchvision", "hugging face"])
 def test_the_static_path_agrees_with_torchs_counter(name, monkeypatch):
     """A real forward pass of all experts has the operations of the count, E / K times those of experts, plus mixing."""

@@ -83,7 +83,10 @@ class SparseLayer(SparseBlock):
 
 def _either(module: Any, *names: str) -> Any:
     """The first of these attributes that a module has."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise UserError(f"{type(module).__name__} has no {' or '.join(names)}: install transformers 5.18 or newer")
 
 
 def _bias(mask: Any) -> Tensor | None:
@@ -289,7 +292,7 @@ class HuggingFaceViT(HuggingFace):
         gate = Linear.of(mlp.gate_proj) if hasattr(mlp, "gate_proj") else None
         norm = getattr(block, self.sparse_class(block).parts[-1])
         up, down = _either(mlp, "fc1", "up_proj"), _either(mlp, "fc2", "down_proj")
-        act = _either(mlp, "activation_fn", "act_fn", "activation")
+        act = _either(mlp, "activation_fn", "act_fn")
         return FFN(up=Linear.of(up), down=Linear.of(down), gate=gate, act=act, norm=norm)
 
     def see(self, model: Any, batch: Tensor | dict[str, Tensor]) -> Any:
