@@ -66,7 +66,7 @@ SETTINGS = {
     "docs/explanation/upcycling.md": "243.0|284.9|113.2|129.9",
     "docs/how-to/brain-train.md": "× 112|× 96|0.5|5 MB",
     "docs/how-to/explore.md": "16 MB",
-    "docs/how-to/install.md": "3.11|3.12|3.13|2.14|3 GB",
+    "docs/how-to/install.md": "3.11|3.12|3.13|2.10|2.15|3 GB",
     "docs/how-to/phantoms.md": "2.4|0.5",
     "docs/how-to/reproduce.md": "0.01|0.9",
     "docs/how-to/several-hosts.md": "30 minutes",

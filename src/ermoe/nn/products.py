@@ -21,6 +21,12 @@ from torch import Tensor
 from ermoe.nn.sharding import at_work
 
 _SMALL_STACK = 2**20  # numbers: what all experts' weights may have to be merged at once
+_COMPUTABLE = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # by grouped_mm; an older torch traces less than it computes
+_TRACEABLE = _COMPUTABLE if torch.__version__ >= (2, 15) else (torch.bfloat16,)
 
 
 class Products(ABC):
@@ -161,7 +167,7 @@ def batched(expert: Expert, x_EAD: Tensor) -> Tensor:
 def fits_grouped(x: Tensor, *widths: int) -> bool:
     """Whether ``grouped_mm`` takes these rows: no float64, and strides that are multiples of 16 bytes."""
     dtype = compute_dtype(x)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in (_TRACEABLE if torch.compiler.is_compiling() else _COMPUTABLE):
         return False
     return all(width * dtype.itemsize % 16 == 0 for width in widths)
 
