@@ -26,7 +26,7 @@ _COMPUTABLE = (
     torch.bfloat16,
     torch.float16,
 )  # by grouped_mm; an older torch traces less than it computes
-_TRACEABLE = _COMPUTABLE if torch.__version__ >= (2, 15) else (torch.bfloat16,)
+_TRACEABLE = _COMPUTABLE if torch.__version__ >= "2.15" else (torch.bfloat16,)
 
 
 class Products(ABC):
