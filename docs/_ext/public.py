@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import is_dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,21 @@ def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").splitlines()[0]
 
 
+def of_settings(_: Sphinx, what: str, __: str, thing: Any, ___: Any, signature: str | None, returns: str | None) -> Any:
+    """Of a dataclass the names and defaults of its fields; their types are for the command line, their texts below."""
+    if what != "class" or not is_dataclass(thing) or "Annotated" not in (signature or ""):
+        return signature, returns
+    fields = [
+        own.name if own.default is own.empty else f"{own.name}={_shown(own.default)}"
+        for own in inspect.signature(thing).parameters.values()
+    ]
+    return f"({', '.join(fields)})", returns
+
+
+def _shown(default: Any) -> str:
+    return "..." if repr(default).startswith("<") else repr(default)
+
+
 class Public(SphinxDirective):
     """The directive; names after the module's choose some of it."""
 
@@ -69,7 +85,7 @@ class Public(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = import_module(self.arguments[0])
-        names = self.arguments[1:] or sorted(module.__all__, key=lambda name: (name[0].islower(), name.lower()))
+        names = self.arguments[1:] or sorted(module.__all__, key=lambda name: (name[0].isupper(), name.lower()))
         lacking = [part for name in names for part in undocumented(module, name)]
         if lacking:
             raise self.error(f"{module.__name__} has public names without a docstring: {', '.join(lacking)}")
@@ -79,4 +95,5 @@ class Public(SphinxDirective):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("public", Public)
+    app.connect("autodoc-process-signature", of_settings)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
