@@ -52,7 +52,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, listed_by: str |
     known = list(known)
     nearest = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {nearest[0]}? " if nearest else ""
-    there_are = f"There are {', '.join(known)}" if listed_by is None else f"{listed_by} lists them"
+    there = "There" if nearest else "there"
+    there_are = f"{there} are {', '.join(known)}" if listed_by is None else f"{listed_by} lists them"
     return UserError(f"there is no {kind} {name!r}: {meant}{there_are}")
 
 
