@@ -36,7 +36,7 @@ def launched(*arguments):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", ["ep:4", "replicate:2,ep:2", "efsdp:2,ep:2"])
 def test_experts_on_four_processes_follow_one_process_for_fifty_steps(layout):
-    checks = ["used", *CASES]
+    checks = ["used", "exported", *CASES]
     assert launched(4, "experts.py", layout, "50", *checks).splitlines() == [f"{check} held" for check in checks]
 
 

@@ -49,11 +49,16 @@ def whole_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that needs no other process; every process must ask."""
     with without_fsdp(model):
         known = {
-            id(parameter): nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+            id(parameter): nn.Parameter(_own_memory(whole(parameter.detach())), parameter.requires_grad)
             for parameter in model.parameters()
             if is_sharded(parameter)
         }
         return copy.deepcopy(model, known)
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Without what surrounds it in memory: shards that were uneven come padded."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def usable_copy(model: nn.Module) -> nn.Module:
