@@ -85,6 +85,15 @@ def test_a_run_whose_processes_are_killed_ten_times_ends_as_if_nothing_had_happe
     assert_same_run(tmp_path, one)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["ep", "fsdp+ep"])
+@pytest.mark.parametrize(("background", "most"), [((), 0.2), (("background",), 1.05)], ids=["waiting", "meanwhile"])
+def test_a_save_takes_no_memory_or_in_the_background_one_copy_of_what_a_process_keeps(how, background, most, tmp_path):
+    shares = list(map(float, launched(2, "saving.py", tmp_path, how, *background).split()))
+    assert len(shares) == 2 * 3
+    assert max(shares) <= most
+
+
 @pytest.mark.timeout(1200)
 def test_processes_hold_and_send_what_the_formulas_say():
     bars = scale.run(images=1, rounds=1).bars
