@@ -47,6 +47,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that needs no other process; every process must ask."""
+    model = _without_ddp(model)
     with without_fsdp(model):
         known = {
             id(parameter): nn.Parameter(_own_memory(whole(parameter.detach())), parameter.requires_grad)
@@ -63,7 +64,13 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 def usable_copy(model: nn.Module) -> nn.Module:
     """A copy whose experts stay where they are; of a model in shards, which FSDP does not copy, a `whole_copy`."""
+    model = _without_ddp(model)
     return whole_copy(model) if any(map(_is_in_shards, model.modules())) else copy.deepcopy(model)
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
+    """The model inside: what averages its gradients cannot be copied if it has a line of its own."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _is_in_shards(module: nn.Module) -> bool:

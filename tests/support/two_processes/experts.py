@@ -138,11 +138,10 @@ def check(case, axes, sizes, group, steps=4):
 
 
 def shared_out(how, expert_processes, group):
-    """A model of one process, and the same model on all of them."""
+    """A model of one process, the same model on all of them, and what wraps that for training."""
     plain = recipe({**SPARSITY, "below_threshold": "prune"}).build(4).eval()
     shared = copy.deepcopy(plain)
-    parallelise(shared, how, group.num, expert_processes=expert_processes)
-    return plain, shared
+    return plain, shared, parallelise(shared, how, group.num, expert_processes=expert_processes)
 
 
 @contextlib.contextmanager
@@ -159,7 +158,7 @@ def used(how, expert_processes, group):
     """A model that is shared out is recorded, counted, calibrated, merged and saved as any other."""
     generator = torch.Generator().manual_seed(5)
     images = [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(4)]
-    plain, shared = shared_out(how, expert_processes, group)
+    plain, shared, network = shared_out(how, expert_processes, group)
     assert ermoe.count(shared) == ermoe.count(plain)
     assert ermoe.calibrate(shared, images, budget=1.5) == ermoe.calibrate(plain, images, budget=1.5)
     with torch.no_grad(), ermoe.record_routing(shared) as here, alone(), ermoe.record_routing(plain) as there:
@@ -167,7 +166,7 @@ def used(how, expert_processes, group):
     for name, figures in there.summary().items():
         assert_close(here.summary()[name], figures, equal_nan=True)
     with torch.no_grad():
-        assert_close(ermoe.merge(shared)(images[0]), plain(images[0]), atol=1e-4, rtol=1e-4)
+        assert_close(ermoe.merge(network)(images[0]), plain(images[0]), atol=1e-4, rtol=1e-4)
     with one_folder() as folder:
         ermoe.save(shared, folder)
         for name, tensor in ermoe.load(folder).state_dict().items():
@@ -176,9 +175,9 @@ def used(how, expert_processes, group):
 
 def exported(how, expert_processes, group):
     """Together processes write one file, which has been run by the first and compared with the model."""
-    _, shared = shared_out(how, expert_processes, group)
+    _, _, network = shared_out(how, expert_processes, group)
     with one_folder() as folder:
-        written = ermoe.export(shared, folder / "model.pt2")
+        written = ermoe.export(network, folder / "model.pt2")
         assert written.difference < 1e-4
         assert [path.name for path in folder.iterdir()] == ["model.pt2"]
 
