@@ -28,7 +28,7 @@ from ermoe.cli.main import main
 from ermoe.options import as_typed
 
 ROOT = Path(ermoe.__file__).parent
-MOST_FILES, MOST_REENTRIES = 23, 4
+MOST_FILES, MOST_REENTRIES = 25, 4
 LEFT_OUT = ("nn", "errors.py", "cli/spelling.py", "train/lock.py", "train/shared.py", "models/weights/stored.py")
 
 

@@ -463,6 +463,9 @@ INPUTS |= {
     "a_table_in_utf_16": _with_table("a.csv", "participant_id,t1,age\n1,a.nii,50\n".encode("utf-16")),
     "a_person_of_many_digits": _with_table("a.csv", b"participant_id,t1,age\n" + b"9" * 10_000 + b",a.nii,50\n"),
     "a_cell_without_end": _with_table("a.csv", b'participant_id,t1,age\n1,a.nii,"' + b"9" * 200_000 + b'"\n'),
+    "scans_that_are_all_gone": _with_table(
+        "a.csv", b"participant_id,t1,age\n" + b"".join(b"%d,gone/%d.nii,50\n" % (n, n) for n in range(200_000))
+    ),
     "a_hundred_thousand_columns": _with_table("a.csv", b",".join(b"%d" % n for n in range(100_000)) + b"\n"),
 }
 

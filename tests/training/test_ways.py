@@ -22,9 +22,6 @@ def trace():
     return module
 
 
-LONG = pytest.mark.xfail(strict=True, reason="27 files: ridges of their own, harmonising and options joined the way")
-
-
 @pytest.fixture(scope="module", params=["batch", "scan"])
 def way(request, trace, tmp_path_factory):
     """Its name, and the files on it."""
@@ -32,10 +29,8 @@ def way(request, trace, tmp_path_factory):
 
 
 @pytest.mark.no_cover  # other tests run the same lines
-def test_the_way_is_short(way, trace, request):
-    name, files = way
-    if name == "scan":
-        request.applymarker(LONG)
+def test_the_way_is_short(way, trace):
+    _, files = way
     assert 10 < len(files) <= trace.MOST_FILES, "a file more to read, to follow one example"
 
 

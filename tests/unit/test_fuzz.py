@@ -1,6 +1,7 @@
 """Whatever a file has become, a reader takes it or refuses it in a sentence: no other exception leaves the library.
 
-A few examples each, always the same; with ERMOE_FUZZ_SECONDS=120 in the environment, others for two minutes each.
+A few examples each, always the same; with ERMOE_FUZZ_SECONDS=120 in the environment, others for two minutes of
+computing each.
 """
 
 import itertools
@@ -337,7 +338,7 @@ def records(folder):
     return lambda: read_records(folder / "records.jsonl")
 
 
-@pytest.mark.timeout(120 + 2 * SECONDS)
+@pytest.mark.timeout(120 + 20 * SECONDS)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READERS)
 def test_only_sentences_leave_a_reader(name, tmp_path):
@@ -362,9 +363,9 @@ def test_only_sentences_leave_a_reader(name, tmp_path):
         max_examples=examples, deadline=None, database=None, derandomize=not SECONDS,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    began = time.monotonic()
+    began = time.process_time()
     for number in itertools.count():
         run = quickly(given(mutations.edits)(check))
         (seed(number)(run) if SECONDS else run)()
-        if time.monotonic() - began >= SECONDS:
+        if time.process_time() - began >= SECONDS:
             break

@@ -28,11 +28,6 @@ _FEWEST_PEOPLE = 8
 _MALE = {"M": 1.0, "F": 0.0}
 
 
-def site_of(scan: Scan, column: str) -> str | None:
-    """The site of a scan, or whatever else is asked for by the name of its column."""
-    return scan.site if column == "site" else scan.columns.get(column)
-
-
 def fit_offsets(measure_NF: Double, scans: Sequence[Scan], column: str) -> dict[str, tuple[float, ...]]:
     """Offsets of the sites that have people enough, from scans of known age.
 
@@ -42,7 +37,7 @@ def fit_offsets(measure_NF: Double, scans: Sequence[Scan], column: str) -> dict[
     >>> {site: round(*offset, 3) for site, offset in fit_offsets(measure_NF, scans, "site").items()}
     {'A': -3.0, 'B': 3.0}
     """
-    sites = [site_of(scan, column) for scan in scans]
+    sites = [scan.value(column) for scan in scans]
     people = {
         site: {scan.participant_id for scan, own in zip(scans, sites, strict=True) if own == site} for site in sites
     }

@@ -29,8 +29,7 @@ from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.own_ridges import OwnRidges
 from ermoe.brain.recipes import CHANNELS, WITHOUT_CUBES, BrainRecipe, reduction
 from ermoe.brain.regions import point_prototypes
-from ermoe.brain.results import MIDDLE
-from ermoe.brain.ridge import Ridge
+from ermoe.brain.ridge import MIDDLE, Ridge
 from ermoe.brain.rivals.sfcn import SFCN
 from ermoe.brain.rivals.swin3d import Swin3D
 from ermoe.errors import UserError

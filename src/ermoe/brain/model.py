@@ -25,14 +25,13 @@ from ermoe._version import __version__
 from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, stored_head
 from ermoe.brain.data.preprocess import Volume, looks_like_t1, prepare
 from ermoe.brain.data.scans import Preprocessing, Scan, canonical_id
-from ermoe.brain.harmonise import site_of, without_offsets
+from ermoe.brain.harmonise import without_offsets
 from ermoe.brain.inputs import network_input, voxels
 from ermoe.brain.likeness import Likeness, signs_of
 from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.own_ridges import OwnRidges, group_of
 from ermoe.brain.recalibration import Recalibration
-from ermoe.brain.results import MIDDLE, Blend
-from ermoe.brain.ridge import Ridge
+from ermoe.brain.ridge import MIDDLE, Blend, Ridge
 from ermoe.errors import UserError
 from ermoe.files import LARGEST_TEXT, Json, from_json, is_plain_name, read_object, to_json, write_json
 from ermoe.models.io import load, save
@@ -328,7 +327,7 @@ def _say_sites(model: BrainAgeModel, scans: Sequence[Scan]) -> None:
             )
     if column := model.facts.get("harmonise"):
         known = {site for ridge in model.ridges.values() for site in ridge.offsets}
-        unknown = sorted({str(site_of(scan, column)) for scan in scans} - known)
+        unknown = sorted({str(scan.value(column)) for scan in scans} - known)
         if unknown:
             _log.warning(
                 "%s %s: not in training, so nothing is harmonised there; recalibrate with people of known age",
@@ -411,7 +410,7 @@ def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) 
     """Measures as the ridge of a fold reads them, (1, F): without what the scan's site adds, if the fold knows it."""
     if not model.ridges[fold].offsets:
         return measure_F[None]
-    site = site_of(scan, str(model.facts.get("harmonise")))
+    site = scan.value(str(model.facts.get("harmonise")))
     return without_offsets(measure_F[None], [site], model.ridges[fold].offsets)
 
 

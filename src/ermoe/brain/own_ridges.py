@@ -21,10 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe.brain.data.scans import Scan
-from ermoe.brain.harmonise import site_of
 from ermoe.brain.measures import Double
-from ermoe.brain.results import worth_of
-from ermoe.brain.ridge import Ridge, left_out
+from ermoe.brain.ridge import Ridge, left_out, worth_of
 from ermoe.errors import UserError
 
 _OF_SCANNERS = frozenset(
@@ -136,7 +134,7 @@ def group_of(scan: Scan, columns: Sequence[str]) -> str | None:
     >>> group_of(Scan("sub-1", None, Path(), site="North", columns={"batch": "2"}), ("site", "batch"))
     'North, 2'
     """
-    values = [site_of(scan, column) for column in columns]
+    values = [scan.value(column) for column in columns]
     return ", ".join(value or "n/a" for value in values) if any(values) else None
 
 

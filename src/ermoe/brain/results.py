@@ -22,6 +22,7 @@ from ermoe.brain.ages import AgeBins, AgeCalibration, AgeHead, fit_temperature
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.metrics import Array
+from ermoe.brain.ridge import MIDDLE, Blend, worth_of
 from ermoe.errors import UserError
 from ermoe.files import replacing
 from ermoe.models.weights.stored import declared, read_checkpoint
@@ -30,10 +31,6 @@ OUTPUTS = "outputs.safetensors"
 """The file in a run folder."""
 _CALIBRATION_FITS = ("held-out", "train")
 _LEVEL = 0.9  # of the intervals
-_SURE = 1.645  # standard errors below which a network is worth nothing
-_FEWEST = 5  # people, to say what a network is worth
-MIDDLE = 50.0
-"""What a network answers that agrees with the ridge: residuals are learnt around the middle of the bins."""
 _Basis = Sequence[tuple[int, NDArray[np.int64]]]
 """Whose predictions may be used to correct others: folds, and rows of the scans they judged."""
 
@@ -140,47 +137,6 @@ class Outputs:
             yield fold, validation
         else:
             yield from ((other, self.rows(other, "test")) for other in self.tested() if other != fold)
-
-
-@dataclass(frozen=True, slots=True)
-class Blend:
-    """What people held out say of a ridge and its network.
-
-    Args:
-        worth: share of what the network adds that is believed, 0 to 1.
-        spread: years; 90 % of the ages lie within spread · width of their predictions. NaN if nobody says.
-        num_people: how many said so.
-        spread_of_strangers: the same without ridges of scanners' own, for people of other scanners; None if it is as
-            wide.
-    """
-
-    worth: float = 0.0
-    spread: float = float("nan")
-    num_people: int = 0
-    spread_of_strangers: float | None = None
-
-    def reach(self, *, is_stranger: bool) -> float:
-        """Half the width of an interval at a width of 1."""
-        return self.spread if self.spread_of_strangers is None or not is_stranger else self.spread_of_strangers
-
-
-def worth_of(added_N: Array, error_N: Array) -> float:
-    """How much of what is added to an estimate is to be believed, 0 to 1, by how well it foretells the errors without.
-
-    The slope b of error = b · added, shrunk by (1 − (1.645 / t)²) where t is b in standard errors: nothing where chance
-    would do as well, nearly b where it is certain, and in between no jump.
-
-    >>> added = np.array([2.0, -1.0, 3.0, -2.0, 1.0, -3.0])
-    >>> worth_of(added, added * 0.8) > 0.75, worth_of(added, -added), worth_of(0 * added, added)
-    (True, 0.0, 0.0)
-    """
-    power = float(added_N @ added_N)
-    if len(added_N) < _FEWEST or power < 1e-9:
-        return 0.0
-    slope = float(added_N @ error_N) / power
-    variance = float(((error_N - slope * added_N) ** 2).sum()) / (len(added_N) - 1)
-    shrunk = slope * max(0.0, 1 - _SURE**2 * variance / power / slope**2) if slope > 0 else 0.0
-    return min(1.0, shrunk)
 
 
 def blend(outputs: Outputs, basis: _Basis) -> Blend:

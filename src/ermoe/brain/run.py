@@ -23,7 +23,7 @@ from ermoe.brain.data.scans import CohortOptions, Preprocessing, Scan, grouped, 
 from ermoe.brain.data.splits import Part, Splits, holdout, k_folds, leave_site_out
 from ermoe.brain.estimation import Lesson, outputs_of
 from ermoe.brain.evaluation import confounds_among
-from ermoe.brain.harmonise import fit_offsets, site_of, without_offsets
+from ermoe.brain.harmonise import fit_offsets, without_offsets
 from ermoe.brain.learning import age_head, build, is_learnt, learn, learn_regions, looked_at, residuals, start
 from ermoe.brain.likeness import Likeness
 from ermoe.brain.measures import MEASURES, Double
@@ -256,7 +256,7 @@ class _Fold:
         column, offsets = self.recipe.harmonise, {}
         if column is not None:
             offsets = fit_offsets(measure_NF[is_learner_N], train, column)
-            measure_NF = without_offsets(measure_NF, [site_of(scan, column) for scan in scans], offsets)
+            measure_NF = without_offsets(measure_NF, [scan.value(column) for scan in scans], offsets)
         ridge = Ridge.fit(measure_NF[is_learner_N], np.array(ages, dtype=np.float64), people)
         columns = scanner_columns(scans, self.recipe.own_ridges)
         own = OwnRidges.fit(ridge, measure_NF[is_learner_N], train, columns)

@@ -15,8 +15,7 @@ from ermoe.brain.estimation import in_voxels
 from ermoe.brain.likeness import Likeness, signs_of
 from ermoe.brain.measures import MEASURES
 from ermoe.brain.model import predict
-from ermoe.brain.results import Blend
-from ermoe.brain.ridge import Ridge
+from ermoe.brain.ridge import Blend, Ridge
 from ermoe.errors import UserError
 from ermoe.explorer.brains import Brains
 from ermoe.explorer.cube_cards import CubeCards, Slices

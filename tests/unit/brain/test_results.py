@@ -10,7 +10,8 @@ from ermoe.brain.ages import AgeBins, AgeRegression
 from ermoe.brain.data.splits import Splits
 from ermoe.brain.evaluation import by_label, labels, mean_age, over_folds
 from ermoe.brain.metrics import retest
-from ermoe.brain.results import MIDDLE, Outputs, for_new_people, held_out
+from ermoe.brain.results import Outputs, for_new_people, held_out
+from ermoe.brain.ridge import MIDDLE
 from ermoe.brain.run import _splits
 from ermoe.errors import UserError
 from support.tiny_brains import people

@@ -31,7 +31,7 @@ from ermoe.brain.data.scans import (
     Sex,
     TissueSource,
 )
-from ermoe.brain.data.tables import age_unit_problems, declared_sexes, given, read_table
+from ermoe.brain.data.tables import Table, age_unit_problems, declared_sexes, given, read_table
 from ermoe.errors import UserError
 from ermoe.files import is_hidden, naming_what_cannot_be_read
 
@@ -41,6 +41,8 @@ _NOT_A_T1 = {"mask", "dseg", "probseg", "bold", "dwi", "T2w", "FLAIR"}
 _PATHS = ("t1", "t1w", "path", "file", "filename", "scan", "image")
 _NO_TABLE = "is not there or has no rows"
 _OTHER_PATHS = ("mask", "dseg", "aseg", *TISSUES)
+_MANY = 100
+"""Scans, of which it is no accident if none is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,15 +317,17 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
         raise UserError(
             f"{path} needs the columns participant_id and t1 (and age, to train); it has {', '.join(table.columns[:9])}"
         )
+    _stop_if_none_exists(table, column)
     people = People.listed_in(table)
     problems = [*people.problems, *same_person_twice(filter(options.wants, people.participant_ids), path)]
     problems += age_unit_problems(path.with_suffix(".json"))
     sexes = declared_sexes(path.with_suffix(".json")) | dict(options.sex_coding)
+    columns = [column, *filter(table.has, _OTHER_PATHS)]
     scans: list[Scan] = []
     for (participant_id, session_id), row in people.rows.items():
         if not options.wants(participant_id):
             continue
-        named = {name: _path(path, row, name) for name in (column, *_OTHER_PATHS)}
+        named = dict.fromkeys(_OTHER_PATHS) | {name: _path(path, row, name) for name in columns}
         bare = Scan(participant_id, session_id, named[column] or path, mask=named["mask"], labels=named["dseg"])
         if named[column] is None:
             problems.append(Problem("error", bare.key, path, "names no T1 scan", "delete the row or fill the cell"))
@@ -337,6 +341,17 @@ def _in_table(path: Path, options: CohortOptions) -> Cohort:
         raise UserError(f"{path} lists no scan" + (" of the people asked for" if options.participants else ""))
     problems = without_ages(people, scans, problems) + _one_scan_twice(scans, path)
     return Cohort.of(scans, problems=filter(options.concerns, problems))
+
+
+def _stop_if_none_exists(table: Table, column: str) -> None:
+    """A long table of which no scan is there was written for another folder: one sentence instead of one a row."""
+    named = [text for row in table.rows if (text := given(row[column])) is not None]
+    found = (os.path.exists(os.path.join(table.path.parent, os.path.expanduser(text))) for text in named)
+    if len(named) > _MANY and not any(found):
+        raise UserError(
+            f"{table.path} names {len(named):,} scans, and none of them exists, {named[0]} for one: paths count from "
+            "the folder of the table; move it there, or write whole paths"
+        )
 
 
 def _path(table: Path, row: dict[str, str], column: str) -> Path | None:
@@ -368,9 +383,9 @@ def _tissue_in_row(
 
 def _one_scan_twice(scans: list[Scan], path: Path) -> list[Problem]:
     """Two people who share a file are one person in two rows."""
-    owners: dict[Path, set[str]] = defaultdict(set)
+    owners: dict[str, set[str]] = defaultdict(set)
     for scan in scans:
-        owners[scan.t1.resolve()].add(scan.participant_id)
+        owners[os.path.realpath(scan.t1)].add(scan.participant_id)
     return [
         Problem("error", min(people), path, f"gives {t1} to several people, {', '.join(sorted(people))}")
         for t1, people in owners.items()

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def inspect_image(path: Path, subject: str, *, is_label: bool = False) -> tuple[
     return image, found + problems(_about_values(image.data_XYZ, is_label))
 
 
+@cache
 def _library() -> Any:
     try:
         import nibabel

@@ -96,6 +96,10 @@ class Scan:
         tissue += self.tissue.paths.values() if isinstance(self.tissue, ProbabilityMaps) else []
         return [path for path in (self.t1, self.mask, self.labels, *tissue) if path is not None]
 
+    def value(self, column: str) -> str | None:
+        """What the table says of the scan in a column, its site or another; None if nothing."""
+        return self.site if column == "site" else self.columns.get(column)
+
     def unusable(self, what: str, remedy: str, path: Path | None = None) -> ScanError:
         """Why the scan cannot be used; ``path`` is the file to blame if not the T1 is."""
         return ScanError(Problem("error", self.key, path or self.t1, what, remedy))

@@ -132,6 +132,13 @@ def test_ages_declared_in_days_stop(tmp_path):
     assert "says that ages are in days" in sentences(open_cohort(root), "error")[0]
 
 
+def test_a_table_that_was_written_for_another_folder(tmp_path):
+    rows = "".join(f"{number},scans/{number}.nii,50\n" for number in range(101))
+    (tmp_path / "people.csv").write_text("participant_id,t1,age\n" + rows)
+    with pytest.raises(UserError, match=r"names 101 scans, and none of them exists, scans/0.nii for one: paths count"):
+        open_cohort(tmp_path / "people.csv")
+
+
 def test_a_table_without_ids_is_refused(tmp_path):
     root = bids_set(tmp_path / "set", people=1, table="id\tage\nsub-01\t50\n")
     with pytest.raises(UserError, match=r"participants.tsv has no column participant_id"):
