@@ -77,6 +77,14 @@ def _is_in_shards(module: nn.Module) -> bool:
     return hasattr(module, "set_requires_gradient_sync")  # an FSDPModule, told without importing FSDP
 
 
+def unshard(model: nn.Module) -> None:
+    """Gathers what FSDP keeps outside of blocks: passes through a part of a model alone would find it in shards."""
+    if _is_in_shards(model):
+        sharded = cast(Any, model)
+        sharded._get_fsdp_state()._lazy_init()  # else a block that runs first would take itself for the whole
+        sharded.unshard()
+
+
 @contextmanager
 def without_fsdp(model: nn.Module) -> Iterator[None]:
     """Within the block modules have the classes that they had before FSDP, none of its hooks, and their own shards."""

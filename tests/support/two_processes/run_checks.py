@@ -27,6 +27,7 @@ LAYERS = [
     layers.ddp_with_an_idle_rank,
     layers.ddp_accumulation,
     layers.fsdp,
+    layers.fsdp_in_part,
     layers.balance_over_uneven_batches,
 ]
 
