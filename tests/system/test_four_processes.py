@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from ermoe.studies.bench import scale
 from ermoe.train import checkpoint, parts
 from support.children import environment
-from support.tiny_run import recipe, run
+from support.tiny_run import run
 from support.two_processes.experts import CASES
-from support.two_processes.runs import assert_same_run
+from support.two_processes.runs import assert_same_run, saved_often
 
+EPOCHS = 20
 SCRIPTS = Path(__file__).parents[1] / "support" / "two_processes"
 
 
@@ -36,7 +37,7 @@ def launched(*arguments):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", ["ep:4", "replicate:2,ep:2", "efsdp:2,ep:2"])
 def test_experts_on_four_processes_follow_one_process_for_fifty_steps(layout):
-    checks = ["used", *CASES]
+    checks = ["used", "exported", *CASES]
     assert launched(4, "experts.py", layout, "50", *checks).splitlines() == [f"{check} held" for check in checks]
 
 
@@ -44,7 +45,7 @@ def test_experts_on_four_processes_follow_one_process_for_fifty_steps(layout):
 def one(tmp_path_factory):
     """A run of one process that nothing disturbs."""
     folder = tmp_path_factory.mktemp("one")
-    run(folder, recipe(precision="fp64", save_every=5))
+    run(folder, saved_often())
     return folder
 
 
@@ -66,23 +67,42 @@ def test_where_nothing_changes_an_interrupted_run_ends_bit_identical(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.timeout(1200)
-def test_a_run_whose_processes_are_killed_ten_times_ends_as_if_nothing_had_happened(one, tmp_path):
-    generator = random.Random(0)
-    for _ in range(10):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", ["ep", "fsdp+ep"])
+def test_a_run_whose_processes_are_killed_ten_times_ends_as_if_nothing_had_happened(how, tmp_path):
+    """Within a second of its first words: it trains, judges, and writes checkpoints and models by then."""
+    folder, generator = tmp_path / "killed", random.Random(0)
+    for number in range(10):
         launcher = subprocess.Popen(
-            torchrun(2, "runs.py", tmp_path, "ep", 99, "background"), env=environment(), stderr=subprocess.DEVNULL
+            torchrun(2, "runs.py", folder, how, EPOCHS, "long"), env=environment(), stderr=subprocess.DEVNULL
         )
-        time.sleep(generator.uniform(8, 20))
+        said = changed(folder / "timing.jsonl")
+        while changed(folder / "timing.jsonl") == said:
+            assert launcher.poll() is None, f"it was over before death {number}"
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 1))
         workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        if workers:
-            os.kill(int(generator.choice(workers)), signal.SIGKILL)
-        launcher.wait(timeout=120)
-        if (last := tmp_path / "checkpoints" / "last.pt").exists():
+        os.kill(int(generator.choice(workers)), signal.SIGKILL)
+        assert launcher.wait(timeout=120) != 0
+        if (last := folder / "checkpoints" / "last.pt").exists():
             named = last.parent / checkpoint.read(last)["parts"]
             assert "model.cls_token" in parts.stored_names(named)
-    launched(2, "runs.py", tmp_path, "ep", 99, "background")
-    assert_same_run(tmp_path, one)
+    launched(2, "runs.py", folder, how, EPOCHS, "long")
+    run(tmp_path / "one", saved_often(EPOCHS))
+    assert_same_run(folder, tmp_path / "one")
+
+
+def changed(path):
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["ep", "fsdp+ep"])
+@pytest.mark.parametrize(("background", "most"), [((), 0.2), (("background",), 1.05)], ids=["waiting", "meanwhile"])
+def test_a_save_takes_no_memory_or_in_the_background_one_copy_of_what_a_process_keeps(how, background, most, tmp_path):
+    shares = list(map(float, launched(2, "saving.py", tmp_path, how, *background).split()))
+    assert len(shares) == 2 * 3
+    assert max(shares) <= most
 
 
 @pytest.mark.timeout(1200)

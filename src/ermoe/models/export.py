@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -26,7 +26,7 @@ from ermoe.files import StrPath, replacing
 from ermoe.models.merge import merge
 from ermoe.models.passes import Eye, answer, evaluating, input_shape
 from ermoe.nn import MoE, moe_layers
-from ermoe.nn.sharding import whole_copy
+from ermoe.nn.sharding import is_sharded, whole_copy
 
 _PATHS = ("every-expert", "sparse", "capacity")
 _FORMATS = {".onnx": "onnx", ".pt2": "torch"}
@@ -54,6 +54,8 @@ def export(
 ) -> Exported:
     """Writes a model to ``file``, as ONNX if its name ends in .onnx and as a torch.export archive if in .pt2.
 
+    A model whose experts are on several processes is exported by all of them together; the first writes the file.
+
     Args:
         image_size: of the images it will get; by default the model's own; fixed in the file.
         path: "every-expert" (exact, E / K times the experts' work), "sparse" (exact, the experts' own work, shapes that
@@ -68,20 +70,33 @@ def export(
         raise UserError(f"path={path!r}: use 'every-expert' (exact), 'sparse' (exact and cheaper) or 'capacity'")
     if file.suffix == ".onnx" and next(model.parameters()).dtype == torch.bfloat16:
         raise UserError(f"{file}: onnxruntime knows no bfloat16; export model.float(), or to a name that ends in .pt2")
+    if file.suffix == ".onnx":
+        _need("onnx", "onnxscript", "onnxruntime")
     shape = (2 if dynamic_batch else 1, *input_shape(model, image_size))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()))
-    options: dict[str, Any] = {"path": path, "capacity_factor": capacity_factor, "dynamic_batch": dynamic_batch}
     with torch.no_grad(), evaluating(model):
         expected = _TensorOutput(model)(images)
+    traceable = _traceable(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    difference = [0.0]
+    is_shared = any(map(is_sharded, model.parameters()))
+    if not is_shared or dist.get_rank() == 0:
+        difference[0] = _write(traceable, images, expected, file, dynamic_batch=dynamic_batch)
+    if is_shared:
+        dist.broadcast_object_list(difference)
+    return Exported(file, difference[0])
+
+
+def _write(traceable: nn.Module, images: Tensor, expected: Tensor, file: Path, *, dynamic_batch: bool) -> float:
+    """Writes what is already on one of the paths; returns how far the file's outputs are from what is expected."""
     with replacing(file) as draft:
         if _FORMATS[file.suffix] == "torch":
-            torch.export.save(to_program(model, images, **options), draft)
+            torch.export.save(_program(traceable, images, dynamic_batch=dynamic_batch), draft)
             outputs = torch.export.load(draft).module()(images)
         else:
-            _write_onnx(model, images, draft, **options)
+            _write_onnx(traceable, images, draft, dynamic_batch=dynamic_batch)
             outputs = _run_onnx(draft, images)
     size = expected.square().mean().sqrt().clamp_min(1e-30)
-    return Exported(file, float((outputs - expected).abs().max() / size))
+    return float((outputs - expected).abs().max() / size)
 
 
 def to_program(
@@ -94,6 +109,10 @@ def to_program(
 ) -> ExportedProgram:
     """The model, merged, as a graph of torch's own operators along one of the paths."""
     traceable = _traceable(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+    return _program(traceable, images, dynamic_batch=dynamic_batch)
+
+
+def _program(traceable: nn.Module, images: Tensor, *, dynamic_batch: bool) -> ExportedProgram:
     with torch.no_grad():
         return torch.export.export(traceable, (images,), dynamic_shapes=_shapes(dynamic_batch))
 
@@ -142,11 +161,7 @@ class _TensorOutput(Eye):
         return answer(super().forward(batch))
 
 
-def _write_onnx(
-    model: nn.Module, images: Tensor, file: Path, *, path: str, capacity_factor: float, dynamic_batch: bool
-) -> None:
-    _need("onnx", "onnxscript")
-    traceable = _traceable(model, path, capacity_factor, dynamic_batch=dynamic_batch)
+def _write_onnx(traceable: nn.Module, images: Tensor, file: Path, *, dynamic_batch: bool) -> None:
     with torch.no_grad():
         torch.onnx.export(
             traceable,
@@ -161,7 +176,6 @@ def _write_onnx(
 
 
 def _run_onnx(path: Path, images: Tensor) -> Tensor:
-    _need("onnxruntime")
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

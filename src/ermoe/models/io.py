@@ -103,7 +103,7 @@ def save_state(
             if len(files) > 1:
                 drafts.enter_context(replacing(folder / INDEX)).write_text(_index(state, files), encoding="utf-8")
             for file, names in files.items():
-                own = _own_memory({name: whole(state[name]) for name in names})
+                own = _own_memory({name: whole(state[name]).cpu() for name in names})
                 draft = drafts.enter_context(replacing(folder / file))
                 save_file(own, draft, metadata={"format": "pt", "save": config["save"]})
         _remove_others(folder, files)

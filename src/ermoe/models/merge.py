@@ -26,6 +26,8 @@ _EQUAL_ENOUGH = 1e-4
 def merge(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """A model with the same outputs whose factored weights are multiplied out where R > I·O / (I + O).
 
+    A copy of a `DistributedDataParallel` is one of the model inside.
+
     >>> from ermoe.nn import EigenMoE
     >>> layer = EigenMoE(32, num_experts=4).eval()  # full rank: 32 > 32·128 / 160
     >>> x, context = torch.randn(2, 10, 32), torch.randn(2, 10, 32)

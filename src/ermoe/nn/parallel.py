@@ -76,6 +76,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("efsdp", "ep"))
         network = ermoe.distribute(model, mesh)
     """
+    _check_model(model)
     _check_mesh(model, mesh)
     # One collective for each axis of a mesh: torch advises against what is right for a few small tensors.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -93,6 +94,17 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in layers:
         fully_shard(layer.experts, mesh=mesh[SHARDS])
     return _sharded(model, init_device_mesh(mesh.device_type, (mesh.size(),)))
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters())):
+        raise UserError("the model is shared out already: give ermoe.distribute the model as it was built, once")
+    for name, layer in moe_layers(model).items():
+        if layer.experts.is_adapted:
+            raise UserError(
+                f"the experts of {name} are wrapped in adapters, which cannot be shared out: merge them first, in peft "
+                "with merge_and_unload, or use ddp"
+            )
 
 
 def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -60,19 +60,25 @@ class _OneExpert(Products):
     """Products with the weights of a single expert.
 
     A stacked parameter is unbound once: its gradient is then assembled by one stack. Indexing it expert by expert
-    would instead build one gradient of full size per expert.
+    would instead build one gradient of full size per expert. It is also taken from where it is once, merged or not:
+    each time, processes with copies of it add up what they learn, and their rows may tell them to merge or not.
     """
 
     def __init__(self) -> None:
         self.expert = 0
+        self._here: dict[int, tuple[Tensor, Tensor]] = {}
         self._unbound: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._merged: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _own(self, stacked: Tensor) -> Tensor:
         if id(stacked) not in self._unbound:
-            unbound = at_work(stacked).unbind(0)
-            self._unbound[id(stacked)] = (stacked, unbound)  # an id is unique only while its tensor lives
+            self._unbound[id(stacked)] = (stacked, self._whole_stack(stacked).unbind(0))
         return self._unbound[id(stacked)][1][self.expert]
+
+    def _whole_stack(self, stacked: Tensor) -> Tensor:
+        if id(stacked) not in self._here:
+            self._here[id(stacked)] = (stacked, at_work(stacked))  # an id is unique only while its tensor lives
+        return self._here[id(stacked)][1]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
         own = self._own(weight).t() if transposed else self._own(weight)
@@ -90,7 +96,7 @@ class _OneExpert(Products):
         if U.shape[0] * U.shape[1] * V.shape[1] > _SMALL_STACK:
             return _merge(self._own(U), self._own(s), self._own(V))
         if id(U) not in self._merged:
-            self._merged[id(U)] = (U, _merge(at_work(U), at_work(s), at_work(V)))
+            self._merged[id(U)] = (U, _merge(*map(self._whole_stack, (U, s, V))))
         return self._own(self._merged[id(U)][1])
 
     def rows_per_expert(self, x: Tensor) -> float:

@@ -47,22 +47,42 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that needs no other process; every process must ask."""
+    model = _without_ddp(model)
     with without_fsdp(model):
         known = {
-            id(parameter): nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+            id(parameter): nn.Parameter(_own_memory(whole(parameter.detach())), parameter.requires_grad)
             for parameter in model.parameters()
             if is_sharded(parameter)
         }
         return copy.deepcopy(model, known)
 
 
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Without what surrounds it in memory: shards that were uneven come padded."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def usable_copy(model: nn.Module) -> nn.Module:
     """A copy whose experts stay where they are; of a model in shards, which FSDP does not copy, a `whole_copy`."""
+    model = _without_ddp(model)
     return whole_copy(model) if any(map(_is_in_shards, model.modules())) else copy.deepcopy(model)
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
+    """The model inside: what averages its gradients cannot be copied if it has a line of its own."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _is_in_shards(module: nn.Module) -> bool:
     return hasattr(module, "set_requires_gradient_sync")  # an FSDPModule, told without importing FSDP
+
+
+def unshard(model: nn.Module) -> None:
+    """Gathers what FSDP keeps outside of blocks: passes through a part of a model alone would find it in shards."""
+    if _is_in_shards(model):
+        sharded = cast(Any, model)
+        sharded._get_fsdp_state()._lazy_init()  # else a block that runs first would take itself for the whole
+        sharded.unshard()
 
 
 @contextmanager

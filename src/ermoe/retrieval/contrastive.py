@@ -21,7 +21,7 @@ from ermoe.analysis.summary import over_layers
 from ermoe.data.shard_order import order_of
 from ermoe.errors import UserError
 from ermoe.nn import moe_layers
-from ermoe.nn.sharding import whole
+from ermoe.nn.sharding import unshard, whole
 from ermoe.retrieval.captioned import CaptionedBatch, CaptionedImages, CaptionedSource
 from ermoe.retrieval.clip.model import CLIP
 from ermoe.retrieval.clip.towers import tokenise
@@ -80,6 +80,7 @@ class Contrastive(Task):
     def batches(self, epoch: int, first_step: int) -> Iterator[list[CaptionedBatch]]:
         """The epoch's batches, after what a frozen text tower has to say is known."""
         if self.clip.text_is_frozen and self.source.feature_RD is None:
+            unshard(self.clip)
             self.source.feature_RD = encode_tokens(self.clip, self.source.token_RL, compute=self.compute)
         return self.loader.epoch(epoch, first_step=first_step)
 

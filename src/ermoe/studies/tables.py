@@ -38,13 +38,13 @@ class Table:
     def markdown(self) -> str:
         """For documents.
 
-        >>> print(Table(["a", "b"], [["1", "2"]]).markdown())
-        | a | b |
+        >>> print(Table(["a", "|b|"], [["1", "2"]]).markdown())
+        | a | \\|b\\| |
         | :-- | --: |
         | 1 | 2 |
         """
-        lines = [["", *self.header, ""], ["", ":--", *["--:"] * (len(self.header) - 1), ""]]
-        return "\n".join(" | ".join(line).strip() for line in [*lines, *(["", *row, ""] for row in self.rows)])
+        rows = [self.header, [":--", *["--:"] * (len(self.header) - 1)], *self.rows]
+        return "\n".join(" | ".join(["", *(cell.replace("|", r"\|") for cell in row), ""]).strip() for row in rows)
 
     def terminal(self, *, bold: str | None = None) -> TerminalTable:
         """For the terminal; the row about ``bold`` stands out."""

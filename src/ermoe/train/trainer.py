@@ -29,7 +29,7 @@ from ermoe.nn.orthogonality import bases
 from ermoe.nn.parallel import clip_gradients, parallelise, reshard, total_norm, without_sync
 from ermoe.nn.precision import double, widest
 from ermoe.nn.rivals.losses import auxiliary_loss
-from ermoe.nn.sharding import by_mesh, is_sharded, sharded_as
+from ermoe.nn.sharding import by_mesh, is_sharded, sharded_as, unshard
 from ermoe.train import checkpoint, parts
 from ermoe.train.checkpoint import Checkpoint, State
 from ermoe.train.compute import Compute, Processes, sum_over_processes, wait_for_all
@@ -170,6 +170,7 @@ class Trainer:
         Yields on what its offsets were settled.
         """
         with self._averaged(), offsets_restored(self.task.model):
+            unshard(self.task.model)
             settled_on = self.task.settle()
             reshard(self.task.model)
             yield settled_on
@@ -179,6 +180,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """The task's figures of the model as it is."""
+        unshard(self.task.model)
         figures = self.task.evaluate()
         reshard(self.task.model)
         return figures

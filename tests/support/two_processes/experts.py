@@ -8,6 +8,7 @@ import contextlib
 import copy
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import ermoe
-from ermoe.models.export import to_program
 from ermoe.nn import ContextAttention, context
-from ermoe.nn.parallel import clip_gradients, distribute
+from ermoe.nn.parallel import clip_gradients, distribute, parallelise
 from ermoe.nn.sharding import by_mesh, is_sharded
 from ermoe.train.compute import processes
 from support.tiny_run import SPARSITY, recipe
@@ -137,13 +137,28 @@ def check(case, axes, sizes, group, steps=4):
             assert gradient.untyped_storage().nbytes() == gradient.nbytes, name
 
 
-def used(axes, sizes, group):
-    """A model whose experts are elsewhere is recorded, counted, calibrated, merged, saved and exported as any other."""
-    generator = torch.Generator().manual_seed(5)
-    images = [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(4)]
+def shared_out(how, expert_processes, group):
+    """A model of one process, the same model on all of them, and what wraps that for training."""
     plain = recipe({**SPARSITY, "below_threshold": "prune"}).build(4).eval()
     shared = copy.deepcopy(plain)
-    distribute(shared, init_device_mesh("cpu", sizes, mesh_dim_names=axes))
+    return plain, shared, parallelise(shared, how, group.num, expert_processes=expert_processes)
+
+
+@contextlib.contextmanager
+def one_folder():
+    """Of all processes."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        yield Path(folders[0])
+        dist.barrier()
+
+
+def used(how, expert_processes, group):
+    """A model that is shared out is recorded, counted, calibrated, merged and saved as any other."""
+    generator = torch.Generator().manual_seed(5)
+    images = [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(4)]
+    plain, shared, network = shared_out(how, expert_processes, group)
     assert ermoe.count(shared) == ermoe.count(plain)
     assert ermoe.calibrate(shared, images, budget=1.5) == ermoe.calibrate(plain, images, budget=1.5)
     with torch.no_grad(), ermoe.record_routing(shared) as here, alone(), ermoe.record_routing(plain) as there:
@@ -151,26 +166,32 @@ def used(axes, sizes, group):
     for name, figures in there.summary().items():
         assert_close(here.summary()[name], figures, equal_nan=True)
     with torch.no_grad():
-        assert_close(ermoe.merge(shared)(images[0]), plain(images[0]), atol=1e-4, rtol=1e-4)
-    with tempfile.TemporaryDirectory() as folder:
-        shared_folder = [folder]
-        dist.broadcast_object_list(shared_folder)
-        ermoe.save(shared, shared_folder[0])
-        for name, tensor in ermoe.load(shared_folder[0]).state_dict().items():
+        assert_close(ermoe.merge(network)(images[0]), plain(images[0]), atol=1e-4, rtol=1e-4)
+    with one_folder() as folder:
+        ermoe.save(shared, folder)
+        for name, tensor in ermoe.load(folder).state_dict().items():
             assert torch.equal(tensor, plain.state_dict()[name]), name
-        dist.barrier()
-    program = to_program(shared, images[0])
-    with torch.no_grad():
-        assert_close(program.module()(images[0]), plain(images[0]), atol=1e-4, rtol=1e-4)
+
+
+def exported(how, expert_processes, group):
+    """Together processes write one file, which has been run by the first and compared with the model."""
+    _, _, network = shared_out(how, expert_processes, group)
+    with one_folder() as folder:
+        written = ermoe.export(network, folder / "model.pt2")
+        assert written.difference < 1e-4
+        assert [path.name for path in folder.iterdir()] == ["model.pt2"]
 
 
 if __name__ == "__main__":  # torchrun experts.py AXIS:SIZE,… STEPS CASE…
     layout = [axis.split(":") for axis in sys.argv[1].split(",")]
+    names, sizes = (tuple(part) for part in zip(*((name, int(size)) for name, size in layout), strict=True))
     torch.set_num_threads(1)
     with processes("cpu") as own_group:
-        for name in sys.argv[3:]:
-            names, sizes = zip(*layout, strict=True)
-            mesh = (names, tuple(map(int, sizes)), own_group)
-            used(*mesh) if name == "used" else check(name, *mesh, steps=int(sys.argv[2]))
+        for case in sys.argv[3:]:
+            if case in ("used", "exported"):
+                how = "fsdp+ep" if "efsdp" in names else "ep"
+                (used if case == "used" else exported)(how, sizes[-1], own_group)
+            else:
+                check(case, names, sizes, own_group, steps=int(sys.argv[2]))
             if own_group.is_main:
-                print(f"{name} held", flush=True)
+                print(f"{case} held", flush=True)

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ermoe.nn import ContextAttention, EigenMoE, context, orthogonality_loss, retract, update_balance
+from ermoe.nn.parallel import parallelise, reshard
+from ermoe.nn.sharding import unshard
 
 LAMBDA = 1e-2
 
@@ -129,6 +131,38 @@ def fsdp(group):
     assert all(entry.error_after < 1e-12 for entry in report.values())
     alone = retract(single)
     assert report.keys() == alone.keys()
+
+
+class Tower(nn.Module):
+    """A part of a model that is used by itself, as an image tower is: weights outside of its blocks, and blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.blocks = nn.Linear(16, 16), model()
+
+    def forward(self, x):
+        return self.blocks(self.entry(x.to(self.entry.weight.dtype)))
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.visual = Tower().double()
+
+    def forward(self, x):
+        return self.visual(x)
+
+
+def fsdp_in_part(group):
+    """A part of a sharded model can be run alone, before the whole has run and afterwards."""
+    plain, shared = Towers(), Towers()
+    parallelise(shared, "fsdp", group.num)
+    for network in (shared.visual, shared, shared.visual):
+        unshard(shared)
+        with torch.no_grad():
+            torch.testing.assert_close(network(batch()), plain(batch()))
+        reshard(shared)
 
 
 def balance_over_uneven_batches(group):

@@ -27,6 +27,7 @@ LAYERS = [
     layers.ddp_with_an_idle_rank,
     layers.ddp_accumulation,
     layers.fsdp,
+    layers.fsdp_in_part,
     layers.balance_over_uneven_batches,
 ]
 
@@ -41,8 +42,10 @@ CHECKS = {
     **{f"routers-{case}": partial(routers.check, *given) for case, given in zip(IDS, CASES, strict=True)},
     **{f"recording-{check.__name__}": check for check in (recording.ddp, recording.fsdp)},
     **{f"experts-{case}": partial(experts.check, case, ("ep",), (2,)) for case in experts.QUICK},
+    "experts-copied": partial(experts.check, "collapsed", ("replicate", "ep"), (2, 1)),  # one of them merges, one not
     "experts-sharded": partial(experts.check, "soft", ("efsdp", "ep"), (1, 2)),
-    "experts-used": partial(experts.used, ("ep",), (2,)),
+    **{f"used-{how}": partial(experts.used, how, among) for how, among in (("ep", 2), ("fsdp", 0), ("fsdp+ep", 1))},
+    "exported": partial(experts.exported, "fsdp+ep", 1),
     "contrastive-gradients": contrastive_gradients,
     "folders-not-shared": folders.not_shared,
     "folders-other-data": folders.other_data,

@@ -75,19 +75,29 @@ def experts_and_accumulation(group, folder):
     short_run(Path(folder, "parts"), group=group, parallel="ep", accumulate=2, background_saves=True)
 
 
-def run_until(group, folder, how, last_step, background):
+def saved_often(epochs=2):
+    """Twelve steps an epoch, of which every fifth is saved."""
+    return recipe(precision="fp64", save_every=5, epochs=epochs)
+
+
+def run_until(group, folder, how, last_step):
     """A run that goes on where it stands, and stops before a step."""
 
     def stop(epoch, step):
         if 12 * epoch + step == last_step:
             raise StoppedError
 
-    chosen = recipe(precision="fp64", save_every=5)
     with suppress(StoppedError):
-        run(Path(folder), chosen, group=group, parallel=how, before=stop, background_saves=background)
+        run(Path(folder), saved_often(), group=group, parallel=how, before=stop)
 
 
-if __name__ == "__main__":  # torchrun runs.py FOLDER PARALLEL LAST-STEP [background]
+def long_run(group, folder, how, epochs):
+    """Goes on where it stands, saves in the background, and leaves time to be killed in."""
+    run(Path(folder), saved_often(epochs), group=group, parallel=how, background_saves=True)
+
+
+if __name__ == "__main__":  # torchrun runs.py FOLDER PARALLEL LAST-STEP, or EPOCHS long
     torch.set_num_threads(1)
+    place, way, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with processes("cpu") as own_group:
-        run_until(own_group, sys.argv[1], sys.argv[2], int(sys.argv[3]), "background" in sys.argv)
+        (long_run if "long" in sys.argv else run_until)(own_group, place, way, number)

@@ -44,6 +44,41 @@ def test_wrong_meshes_get_one_sentence(num_experts, sizes, names, sentence):
         distribute(model(num_experts), mesh)
 
 
+def copied(layers):
+    return nn.parallel.DistributedDataParallel(layers)
+
+
+def shared_out(layers):
+    return parallelise(nn.Sequential(*layers), "fsdp+ep", 4)
+
+
+def adapted(layers):
+    layers[0].experts.up = Adapter(layers[0].experts.up)
+    return layers
+
+
+class Adapter(nn.Module):
+    """Around a stacked weight, as peft has them."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.base_layer = weight
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (copied, "shared out already: give ermoe.distribute the model as it was built"),
+        (shared_out, "shared out already"),
+        (adapted, "the experts of 0 are wrapped in adapters, .* merge_and_unload, or use ddp"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(change, sentence):
+    changed = change(model(4))
+    with pytest.raises(UserError, match=sentence):
+        distribute(changed, init_device_mesh("cpu", (4,), mesh_dim_names=("ep",)))
+
+
 @pytest.mark.parametrize(
     ("how", "options", "num_experts", "sentence"),
     [
