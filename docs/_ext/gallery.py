@@ -59,9 +59,9 @@ class Example(SphinxDirective):
         body = f"{_without_calls(text)}\n\n```python\n{code}\n```\n"
         if os.environ.get("ERMOE_DOCS_RUN"):
             printed, pictures = outcome(script, Path(self.env.srcdir) / "_build" / "gallery")
-            body += f"\n## What it prints\n\n```text\n{printed.rstrip()}\n```\n"
+            body += f"\nIt prints:\n\n```text\n{printed.rstrip()}\n```\n"
             body += "".join(f"\n![{path.stem}](/_build/gallery/{path.name})\n" for path in pictures)
-        return self.parse_text_to_nodes(body, allow_section_headings=True)
+        return self.parse_text_to_nodes(body)
 
 
 def _without_calls(text: str) -> str:
