@@ -48,7 +48,7 @@ def test_python_dash_m():
     assert run.stderr.startswith("ermoe: there is no command 'nonsense'")
 
 
-@pytest.mark.parametrize(("typed", "advice"), [("dmeo", "did you mean demo?"), ("xyz", "There are demo")])
+@pytest.mark.parametrize(("typed", "advice"), [("dmeo", "did you mean demo?"), ("xyz", "there are demo")])
 def test_an_unknown_command_gets_advice(typed, advice, capsys):
     assert cli.main([typed]) == 2
     shown = capsys.readouterr()
