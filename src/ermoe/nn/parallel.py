@@ -108,6 +108,11 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise UserError(
+            f"mesh={mesh!r}: need a DeviceMesh with the axis 'ep', as "
+            "torch.distributed.init_device_mesh(device, (processes,), mesh_dim_names=('ep',)) makes it"
+        )
     names = mesh.mesh_dim_names or ()
     if names[-1:] != (EXPERTS,) or names[:-1] not in ((), (COPIES,), (SHARDS,)):
         raise UserError(

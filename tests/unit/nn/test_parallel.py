@@ -44,6 +44,12 @@ def test_wrong_meshes_get_one_sentence(num_experts, sizes, names, sentence):
         distribute(model(num_experts), mesh)
 
 
+@pytest.mark.parametrize("mesh", [None, 4, "ep"])
+def test_what_is_no_mesh_gets_one_sentence(mesh):
+    with pytest.raises(UserError, match=r"need a DeviceMesh with the axis 'ep', as .*init_device_mesh"):
+        distribute(model(4), mesh)
+
+
 def copied(layers):
     return nn.parallel.DistributedDataParallel(layers)
 
