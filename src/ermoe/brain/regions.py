@@ -22,6 +22,7 @@ from ermoe.brain.recipes import BrainRecipe
 from ermoe.errors import UserError
 from ermoe.nn import Context, EigenMoE, PrototypeScore, Routing, moe_layers
 from ermoe.nn.scores import cosine, project
+from ermoe.nn.sharding import everywhere
 from ermoe.train.compute import Compute
 from ermoe.train.loader import Loader
 
@@ -89,7 +90,7 @@ def _recognition_loss(
     basis_EDR = layer.experts.token_basis
     if isinstance(score, PrototypeScore):
         sum_Rr = _direction_sums(layer, x_GSD, mask_GS, region_G)
-        psi_Er = torch.cat([sum_Rr, score.psi[NUM_REGIONS:]])
+        psi_Er = torch.cat([sum_Rr, everywhere(score.psi)[NUM_REGIONS:]])  # after its pass FSDP keeps a part of it
         basis_EDr = score.routing_basis(basis_EDR)
         assert basis_EDr is not None
         score_TE = cosine(project(x_GSD[cube_GS], basis_EDr), psi_Er)

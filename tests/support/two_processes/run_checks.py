@@ -37,6 +37,11 @@ def contrastive_gradients(group):
     import_module("support.two_processes.contrastive").gradients(group)
 
 
+def recognition_of_regions(group):
+    """Imported likewise."""
+    import_module("support.two_processes.regions").recognition(group)
+
+
 CHECKS = {
     **{f"layers-{check.__name__}": check for check in LAYERS},
     **{f"routers-{case}": partial(routers.check, *given) for case, given in zip(IDS, CASES, strict=True)},
@@ -47,6 +52,7 @@ CHECKS = {
     **{f"used-{how}": partial(experts.used, how, among) for how, among in (("ep", 2), ("fsdp", 0), ("fsdp+ep", 1))},
     "exported": partial(experts.exported, "fsdp+ep", 1),
     "contrastive-gradients": contrastive_gradients,
+    "recognition-of-regions": recognition_of_regions,
     "folders-not-shared": folders.not_shared,
     "folders-other-data": folders.other_data,
 }
