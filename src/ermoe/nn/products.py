@@ -21,12 +21,8 @@ from torch import Tensor
 from ermoe.nn.sharding import at_work
 
 _SMALL_STACK = 2**20  # numbers: what all experts' weights may have to be merged at once
-_COMPUTABLE = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # by grouped_mm; an older torch traces less than it computes
-_TRACEABLE = _COMPUTABLE if torch.__version__ >= "2.15" else (torch.bfloat16,)
+_COMPUTABLE = (torch.float32, torch.bfloat16, torch.float16)  # by grouped_mm
+_TRACEABLE = _COMPUTABLE if torch.__version__ >= "2.15" else (torch.bfloat16,)  # what its graphs may hold
 
 
 class Products(ABC):
