@@ -5,7 +5,10 @@ then at least ten epochs of whole brains with free routing and ψ trainable. The
 tissue retained: mean plain scores over cubes that contain it, at the last expert layer, without offsets.
 
     python benchmarks/brain_regions.py [--subjects 240] [--epochs 10] [--inputs blocks t1] [--base-lr 1e-3]
-        [--seeds 0 1 2]
+        [--seeds 0 1 2] [--ageing frontal]
+
+The network alone learns ages here, without the ridge; a ridge on the measures of the same training people stands
+beside it. With ``--ageing frontal`` age shows in one region at equal shares of the whole brain.
 
 A seed stands for another split of the cohort, another network and another order of learning. A queue that resumes: a
 line a variant and seed in benchmarks/results/brain_regions.jsonl.
@@ -19,21 +22,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
 
 from ermoe.brain.batches import ScanSet, every_scan
-from ermoe.brain.data.cache import Archive
-from ermoe.brain.data.scans import TISSUES
+from ermoe.brain.data.cache import Archive, VolumeCache
+from ermoe.brain.data.scans import TISSUES, Scan
 from ermoe.brain.data.splits import holdout
 from ermoe.brain.estimation import Lesson
-from ermoe.brain.learning import age_head, learn, learn_regions, phantom_scans
+from ermoe.brain.learning import age_head, learn, learn_regions, looked_at, phantom_scans
 from ermoe.brain.learning import start as begin
+from ermoe.brain.measures import MEASURES
 from ermoe.brain.recipes import BrainRecipe, recipe
 from ermoe.brain.regions import RegionProbe, expert_name, probe_regions
+from ermoe.brain.ridge import Ridge
 from ermoe.files import to_json
 from ermoe.studies.record import Job, Record, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name
@@ -63,6 +69,9 @@ class Options:
     layer_decay: float = 1.0
     """Of the unforced epochs: below 1, the first layers, whose change moves the tokens of all tissues alike, are the
     slowest."""
+    ageing: Literal["everywhere", "frontal"] = "everywhere"
+    """Where age shows."""
+    variants: tuple[str, ...] = VARIANTS
     preset: str = "small"
     seeds: tuple[int, ...] = (0, 1, 2)
     threads: int = 2
@@ -74,7 +83,7 @@ def main() -> None:
     console = Console()
     jobs = [
         job(options, kind, variant, seed, console)
-        for seed, kind, variant in itertools.product(options.seeds, options.inputs, VARIANTS)
+        for seed, kind, variant in itertools.product(options.seeds, options.inputs, options.variants)
     ]
     records = run_queue("brain_regions", jobs, options.out / "brain_regions.jsonl", console=console)
     console.print(table(records).markdown(), highlight=False, soft_wrap=True)
@@ -85,6 +94,8 @@ def job(options: Options, kind: str, variant: str, seed: int, console: Console) 
     rates = {"base_lr": options.base_lr, "layer_decay": options.layer_decay}
     settings = {"input": kind, "variant": variant, **rates, "subjects": options.subjects, "epochs": options.epochs}
     name = f"{kind}, {variant}, rate {options.base_lr:g}, decay {options.layer_decay:g}"
+    if options.ageing != "everywhere":
+        name, settings = f"{options.ageing}, {name}", {**settings, "ageing": options.ageing}
     return Job(name, seed, partial(figures_of_run, options, kind, variant, seed, console), settings)
 
 
@@ -92,13 +103,13 @@ def chosen_recipe(options: Options, kind: str, seed: int) -> BrainRecipe:
     """The preset, trained from the start on whole phantoms."""
     changes = {"epochs": options.epochs, "warm_start_epochs": options.warm_start_epochs, "seed": seed}
     chosen = recipe(options.preset, "ermoe", input=kind, volumes_per_epoch=0, evaluate_every=1, **changes)
-    phantoms = replace(chosen.phantoms, subjects=options.subjects)
+    phantoms = replace(chosen.phantoms, subjects=options.subjects, ageing=options.ageing)
     return replace(chosen, phantoms=phantoms)
 
 
 def figures_of_run(options: Options, kind: str, variant: str, seed: int, console: Console) -> dict[str, Any]:
     """One variant: taught, probed, trained on, probed again."""
-    start_name = f"{kind}-{variant.replace(' ', '-')}-seed-{seed}"
+    start_name = f"{options.ageing}-{kind}-{variant.replace(' ', '-')}-seed-{seed}"
     folder = options.runs / f"{start_name}-rate-{options.base_lr:g}-decay-{options.layer_decay:g}"
     chosen = chosen_recipe(options, kind, seed)
     archive, compute = Archive.at(options.cache), Compute(console=console)
@@ -123,9 +134,18 @@ def figures_of_run(options: Options, kind: str, variant: str, seed: int, console
         "people": {"train": len(train.scans), "held out": len(test.scans)},
         "probes": {when: as_json(found) for when, found in probes.items()},
         "own_first": {when: own_first(found, variant) for when, found in probes.items()},
+        "ridge_mae": ridge_error(volumes, train.scans, test.scans),
         "held_out_mae": [line["test_mae"] for line in read_lines(folder / "metrics.jsonl") if "test_mae" in line],
         "recipe": to_json(gentle),
     }
+
+
+def ridge_error(volumes: VolumeCache, train: Sequence[Scan], test: Sequence[Scan]) -> float:
+    """Mean absolute error, in years, of a ridge on the measures of the same people."""
+    known_NF, asked_NF = (looked_at(volumes, scans)[:, : len(MEASURES)] for scans in (train, test))
+    known_N, asked_N = (np.array([scan.age for scan in scans], dtype=np.float64) for scans in (train, test))
+    ridge = Ridge.fit(known_NF, known_N, [scan.participant_id for scan in train])
+    return float(np.abs(ridge.ages(asked_NF) - asked_N).mean())
 
 
 def as_json(found: RegionProbe) -> dict[str, Any]:

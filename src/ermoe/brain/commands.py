@@ -436,7 +436,7 @@ class Demo:
 
         data, run, cache = self.out / "bids", self.out / "run", self.out / "cache"
         with self.machine.started(console) as compute:
-            synthesize(data, self.subjects, spacing_mm=6.0, ages=(20.0, 90.0))
+            synthesize(data, self.subjects, spacing_mm=4.0, ages=(20.0, 90.0))
             train(data, run, preset="tiny", folds=3, cache=cache, compute=compute, epochs=10, base_lr=0.05)
             path = report(run, cache=cache, compute=compute)
         say(console, f"written: {path} (synthetic brains: never quote these figures)")

@@ -58,6 +58,7 @@ class Estimation(Task):
     def __init__(self, lesson: Lesson, recipe: BrainRecipe, compute: Compute) -> None:
         self.model, self.head, self.recipe = lesson.network, lesson.head, recipe
         self.patch_size = recipe.patch_size // reduction(recipe.input)
+        self.lr_scales = {"head.": recipe.head_lr, "place_weight": recipe.head_lr}
         self._epoch = 0
         training, num_volumes = recipe.training, len(lesson.train)
         passes = max(1, math.ceil(recipe.volumes_per_epoch / num_volumes))

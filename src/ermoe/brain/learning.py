@@ -20,6 +20,7 @@ from ermoe.brain.batches import ScanSet, every_scan
 from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.cohort import open_cohort
 from ermoe.brain.data.phantom import synthesize
+from ermoe.brain.data.phantom.anatomy import VERSION as ANATOMY
 from ermoe.brain.data.scans import Scan, ScanError
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
@@ -136,14 +137,15 @@ def phantom_scans(recipe: BrainRecipe, archive: Archive, compute: Compute) -> tu
     """The synthetic cohort of a recipe, made the first time it is asked for."""
     phantoms, spacing_mm = recipe.phantoms, recipe.preprocessing.spacing_mm
     low, high = phantoms.ages
-    name = f"n{phantoms.subjects}-seed{phantoms.seed}-{low:g}to{high:g}y-{spacing_mm:g}mm"
-    root = archive.folder / "phantoms" / name
+    name = f"n{phantoms.subjects}-seed{phantoms.seed}-{low:g}to{high:g}y-{spacing_mm:g}mm-{phantoms.ageing}"
+    root = archive.folder / "phantoms" / f"{name}-anatomy{ANATOMY}"
 
     def show(done: int, total: int) -> None:
         if done % 20 == 0 or done == total:
             compute.say(f"phantoms: {done} of {total}")
 
-    synthesize(root, phantoms.subjects, phantoms.seed, ages=phantoms.ages, spacing_mm=spacing_mm, on_subject=show)
+    draw = partial(synthesize, root, phantoms.subjects, phantoms.seed, on_subject=show)
+    draw(ages=phantoms.ages, ageing=phantoms.ageing, spacing_mm=spacing_mm)
     return open_cohort(root).with_age
 
 
@@ -187,7 +189,7 @@ def _learn_phantoms(recipe: BrainRecipe, head: AgeHead, folder: Path, archive: A
 
 
 def _fingerprint(recipe: BrainRecipe, head: AgeHead) -> str:
-    parts = {"recipe": to_json(recipe), "head": to_json(head), "input": VERSION}
+    parts = {"recipe": to_json(recipe), "head": to_json(head), "input": VERSION, "anatomy": ANATOMY}
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 

@@ -20,6 +20,7 @@ from ermoe.models.backbones import Family, SparseBlock
 from ermoe.nn import ContextAttention
 from ermoe.nn.ffn import FFN, Linear
 
+_PLACE_RATE = 10.0  # optimisers move by their rate, whatever a weight's size: those of places, around 1, move faster
 # Of the arguments of `ViT3D`: the last two change with its classifier.
 _NOT_CONFIGURED = ("self", "__class__", "num_classes", "global_pool")
 
@@ -95,7 +96,9 @@ class ViT3D(nn.Module):
             ``pos_embed="sincos"`` it is only the usual one, and larger volumes are welcome.
         patch_size: edge P of a cube.
         pos_embed: "learned", or "sincos" for fixed sine-cosine positions in three dimensions.
-        global_pool: the head sees the class "token", or "avg", the mean of the real cubes.
+        global_pool: the head sees the class "token"; "avg", the mean of the real cubes; or "places", a mean in which
+            every place of the grid has weights of its own, drawn around 1: what shows in one region alone is not lost
+            among the others then.
 
     >>> from ermoe.models.upcycle import upcycle
     >>> model = ViT3D((40, 32, 32), patch_size=16, embed_dim=48, depth=2, num_heads=4)
@@ -181,11 +184,23 @@ class ViT3D(nn.Module):
 
     def forward_head(self, x_BND: Tensor, mask_BN: Tensor | None = None, pre_logits: bool = False) -> Tensor:
         """Pooling, and the classifier unless ``pre_logits``."""
-        pooled_BD = x_BND[:, 0] if self.global_pool == "token" else _mean_of_real(x_BND[:, 1:], mask_BN)
-        out: Tensor = self.head_drop(pooled_BD)
+        out: Tensor = self.head_drop(self._pooled(x_BND, mask_BN))
         if not pre_logits:
             out = self.head(out)
         return out
+
+    def _pooled(self, x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
+        if self.global_pool == "token":
+            return x_BND[:, 0]
+        cubes_BND = x_BND[:, 1:]
+        if self.place_weight is not None:
+            if cubes_BND.shape[1] != math.prod(self.grid_size):
+                raise UserError(
+                    f"global_pool='places' has weights for {math.prod(self.grid_size)} cubes, and this volume has "
+                    f"{cubes_BND.shape[1]}: bring volumes to volume_size={tuple(self.config['volume_size'])}"
+                )
+            cubes_BND = cubes_BND * (1 + _PLACE_RATE * self.place_weight.flatten(0, 2)).to(x_BND.dtype)
+        return _mean_of_real(cubes_BND, mask_BN)
 
     def tokenize(self, volume: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Tokens with their positions, (B, N, D), and which of them are real, (B, N); None if all are."""
@@ -221,7 +236,7 @@ class ViT3D(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay must not touch."""
-        return {"pos_embed", "cls_token"}
+        return {"pos_embed", "cls_token", "place_weight"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str | list[tuple[str, tuple[int] | None]]]:
         """timm's description of the layers, for layer-wise learning rates."""
@@ -241,11 +256,17 @@ class ViT3D(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new last layer."""
         global_pool = self.global_pool if global_pool is None else global_pool
-        if global_pool not in ("token", "avg"):
-            raise UserError(f"global_pool={global_pool!r}: use 'token' or 'avg'")
+        if global_pool not in ("token", "avg", "places"):
+            raise UserError(f"global_pool={global_pool!r}: use 'token', 'avg' or 'places'")
         self.num_classes, self.global_pool = num_classes, global_pool
+        self.place_weight = self._place_weight() if global_pool == "places" else None
         self.head: nn.Module = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.head.to(self.cls_token)
+
+    def _place_weight(self) -> nn.Parameter:
+        # Drawn, not equal: a last layer that starts at zero would learn nothing from equal ones but the mean.
+        weight_xyzD = self.cls_token.new_empty(*self.grid_size, self.embed_dim)
+        return nn.Parameter(nn.init.normal_(weight_xyzD, std=1 / _PLACE_RATE))
 
 
 def pad_to_cubes(volume: Tensor, patch_size: int, value: float = 0.0) -> Tensor:

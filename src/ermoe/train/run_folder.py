@@ -55,6 +55,7 @@ _BEFORE_IT_WAS_A_SETTING: Json = {
     "image_lr": 1.0,
     "weights_of": "clip",
     "learns": "age",
+    "ageing": "everywhere",
 }
 _TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}

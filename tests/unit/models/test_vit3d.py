@@ -52,7 +52,7 @@ class TestMask:
         mask[0, 7, 3, 5] = True
         assert cubes_with_voxels(mask, 4).nonzero().tolist() == [[0, 1, 0, 1]]
 
-    @pytest.mark.parametrize("pool", ["token", "avg"])
+    @pytest.mark.parametrize("pool", ["token", "avg", "places"])
     @pytest.mark.parametrize("sparse", [False, True])
     def test_masked_cubes_have_no_influence(self, pool, sparse):
         model = build(global_pool=pool)
@@ -157,6 +157,28 @@ class TestPositions:
     def test_too_narrow_for_three_axes(self):
         with pytest.raises(ValueError, match="at least 6"):
             sine_cosine_positions((2, 2, 2), 5)
+
+
+class TestPlaces:
+    def test_the_head_sees_a_mean_in_which_places_have_weights(self):
+        model, x = build(global_pool="places"), volume(12, 8, 8)
+        with torch.no_grad():
+            tokens_BND = model.forward_features(x)[:, 1:]
+            weight_ND = (1 + 10 * model.place_weight).reshape(12, 48)
+            expected = model.head(
+                torch.stack([w * z for w, z in zip(weight_ND, tokens_BND.unbind(1), strict=True)]).mean(0)
+            )
+            assert torch.allclose(model(x), expected, atol=1e-5)
+
+    def test_they_come_back_from_disk(self, tmp_path):
+        model, x = build(global_pool="places"), volume(12, 8, 8)
+        ermoe.save(model, tmp_path / "model")
+        with torch.no_grad():
+            assert torch.equal(ermoe.load(tmp_path / "model").eval()(x), model(x))
+
+    def test_a_smaller_volume_has_other_places(self):
+        with pytest.raises(ValueError, match="weights for 12 cubes, and this volume has 8: bring volumes to"):
+            build(global_pool="places")(volume(8, 8, 8))
 
 
 @pytest.mark.parametrize(

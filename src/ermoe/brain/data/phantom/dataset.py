@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ermoe._version import __version__
-from ermoe.brain.data.phantom.anatomy import Anatomy, atlas, brain_mask_of, grow, scan_image
+from ermoe.brain.data.phantom.anatomy import VERSION, Anatomy, atlas, brain_mask_of, grow, scan_image
 from ermoe.brain.data.phantom.people import Ageing, Person, Visit, draw_person
 from ermoe.brain.data.tables import write_text, write_tsv
 from ermoe.errors import UserError
@@ -58,6 +58,7 @@ def synthesize(
         "sessions": list(counts),
         "ages": list(map(float, ages)),
         "spacing_mm": spacing_mm,
+        "anatomy": VERSION,
     }
     recipe |= {} if ageing == "everywhere" else {"ageing": ageing}
     _claim(root, recipe)
