@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     console = Console()
     records = run_queue("brain_sites", jobs(options, console), options.out / "brain_sites.jsonl", console=console)
-    for table in (f(records) for f in (transfer_table, together_table, batches_table, harmonised_table)):
+    for table in (
+        f(records) for f in (transfer_table, left_out_table, together_table, batches_table, harmonised_table)
+    ):
         console.print(table.markdown(), end="\n\n", highlight=False, soft_wrap=True)
 
 
@@ -192,35 +195,50 @@ def transfer_table(records: list[Record]) -> Table:
     return Table(["IXI → ds002748", "runs", *shown.values()], rows)
 
 
-def back_table(records: list[Record]) -> Table:
-    """The ridge of the 36 people of the other scanner, judged on the people of IXI."""
-    (record,) = [record for record in records if record["settings"]["question"] == "sites"]
-    figures = record["figures"]
-    level = np.array([batch or site for batch, site in zip(figures["batch"], figures["site"], strict=True)])
-    age, predicted = np.array(figures["age"]), np.array(figures["estimates"]["ridge"])
+def left_out_table(records: list[Record]) -> Table:
+    """Each site judged by what the other has taught, of the people of IXI also those of its large batch."""
+    found = [
+        r["figures"] for r in records if r["settings"]["question"] == "sites" and r["settings"]["method"] != "ridge"
+    ]
+    first, age = found[0], np.array(found[0]["age"])
+    level = np.array([batch or site for batch, site in zip(first["batch"], first["site"], strict=True)])
+    judged = {"ds002748": level == "ds002748", "IXI": level != "ds002748", "IXI, batch B": level == "B"}
     rows = []
-    for name, inside in {"all fifty": level != "ds002748", "batch B": level == "B"}.items():
-        error, own = predicted[inside] - age[inside], age[inside]
-        shown = [error.mean(), np.abs(error - error.mean()).mean(), np.abs(own - own.mean()).mean()]
-        rows.append([name, f"{np.corrcoef(own, predicted[inside])[0, 1]:.2f}", *(f"{one:.1f}" for one in shown)])
-    return Table(["ds002748 → IXI", "r", "bias, years", "MAE without bias", "MAE of the mean"], rows)
+    for name, inside in judged.items():
+        own = age[inside]
+        for estimate, label in (("ermoe", "the default"), ("ridge + whole network", "with the whole network")):
+            errors = [np.array(figures["estimates"][estimate])[inside] - own for figures in found]
+            shown = [
+                np.mean([np.corrcoef(own, own + error)[0, 1] for error in errors]),
+                np.mean([np.abs(error).mean() for error in errors]),
+                np.mean([error.mean() for error in errors]),
+                np.mean([np.abs(error - error.mean()).mean() for error in errors]),
+                np.abs(own - own.mean()).mean(),
+            ]
+            rows.append([name, label, *(f"{value:.2f}" for value in shown)])
+    return Table(["left out", "estimate", "r", "MAE", "bias", "MAE without bias", "MAE of their own mean"], rows)
 
 
-def together_table(records: list[Record]) -> Table:
-    """The method minus the ridge of the same folds: errors averaged over runs for each person, people resampled."""
+def together_table(records: list[Record], methods: Sequence[str] = ()) -> Table:
+    """Of all methods, or some: the method minus other estimates of the same folds, where the two differ.
+
+    Errors are averaged over runs for each person, and people resampled.
+    """
+    asked = {"sites": "each site left out", "together": "five folds"}
     rows = []
-    for question in ("sites", "together"):
+    for question, label in asked.items():
         own = [record for record in records if record["settings"]["question"] == question]
-        for method in dict.fromkeys(record["settings"]["method"] for record in own):
+        for method in methods or dict.fromkeys(record["settings"]["method"] for record in own):
             found = [record["figures"] for record in own if record["settings"]["method"] == method]
             error = {
                 name: np.mean([np.abs(np.subtract(f["estimates"][name], f["age"])) for f in found], axis=0)
                 for name in found[0]["estimates"]
             }
             for name in error:
-                difference = paired_difference(found[0]["people"], error[method], error[name], draws=10_000)
-                rows.append([question, method, name, f"{error[name].mean():.2f}", difference.text()])
-    return Table(["question", "method", "estimate", "MAE, years", "method − estimate"], rows)
+                if name == "ridge" or not np.array_equal(error[name], error["ridge"]):
+                    difference = paired_difference(found[0]["people"], error[method], error[name], draws=10_000)
+                    rows.append([label, method, name, f"{error[name].mean():.2f}", difference.text()])
+    return Table(["split", "method", "estimate", "MAE, years", "method − estimate"], rows)
 
 
 def batches_table(records: list[Record]) -> Table:

@@ -202,9 +202,9 @@ class BrainRecipe:
         return replace(self, training=training)
 
     def for_regions(self) -> BrainRecipe:
-        """For the warm start: isolated tissues, each once an epoch and as they are."""
+        """For the warm start: isolated tissues, each once an epoch and as they are, for all layers alike."""
         epochs = self.warm_start_epochs
-        training = replace(self.training, epochs=epochs, warmup_epochs=0.2 * epochs)
+        training = replace(self.training, epochs=epochs, warmup_epochs=0.2 * epochs, layer_decay=1.0)
         return replace(self, training=training, volumes_per_epoch=0, drop_cubes=0.0, input_noise=0.0)
 
     def task(self, data: Lesson, compute: Compute) -> Estimation:
@@ -263,14 +263,14 @@ def medium(method: Method) -> BrainRecipe:
     """For two cores and some hundred people: as small, but every place has weights of its own before the last layer.
 
     Run: ``ermoe brain train medium-ermoe BIDS``. What shows in one region alone is lost in a mean over all cubes. The
-    last layer and these weights learn ten times as fast as the rest, which goes gently so that region experts keep
-    to their tissues.
+    last layer and these weights learn ten times as fast as the rest, and the first layers slowest: where they move,
+    the tokens of all tissues do, and region experts lose theirs.
     """
     few = small(method)
     return replace(
         few,
         size={**few.size, "global_pool": "places"},
-        training=replace(few.training, epochs=24, warmup_epochs=2.0),
+        training=replace(few.training, epochs=16, warmup_epochs=2.0, layer_decay=0.5),
         volumes_per_epoch=0,
         warm_start_epochs=5,
         rate_after_warm_start=0.3,
@@ -297,7 +297,7 @@ def paper(method: Method) -> BrainRecipe:
 
 
 def tiny(method: Method) -> BrainRecipe:
-    """For tests and the demonstration: 32³ voxels of 6 mm, 64 cubes of 8³, width 32; a run takes seconds."""
+    """For tests and the demonstration: 32 × 40 × 32 voxels of 6 mm, 64 cubes of 8³, width 32; a run takes seconds."""
     return replace(
         small(method),
         size={
