@@ -177,6 +177,8 @@ class Predict:
     """With --out: also write report.html, and a page of every scan."""
     own_ridges: bool = True
     """People of a scanner that was in training, by its name, also get the ridge of its own."""
+    other_people: bool = False
+    """These are other people than those of the training set, though some may share their ids."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
     cache: Path | None = None
@@ -185,33 +187,32 @@ class Predict:
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.cache import Archive
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.model import BrainAgeModel, predict
+        from ermoe.brain.model import BrainAgeModel
+        from ermoe.brain.predicting import Predictor
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL DATA…")
         with self.machine.started(console) as compute:
             model = BrainAgeModel.load(self.model, compute.device)
             model = model if self.own_ridges else replace(model, own_ridges={})
+            model = replace(model, parts={}) if self.other_people else model
             if model.recalibration is not None:
                 say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)
-            rows = []
+            self.cohort.refuse_missing(scan.participant_id for scan in cohort.scans)
             volumes = Archive.at(self.cache).volumes(model.preprocessing)
-            # Tissue maps are of no use to a prediction, and must not be able to spoil it.
-            plain = [replace(scan, tissue=None) for scan in cohort.scans]
-            for row in predict(model, plain, read=volumes.volume, workers=compute.workers):
+            predictor = Predictor(model, self.model, volumes, compute.workers)
+            rows = []
+            for row in predictor.rows(cohort.scans):
                 say(console, _line(row))
                 rows.append(row)
             failed = sum(bool(row.problem) for row in rows)
             say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
             if self.out is not None:
-                from ermoe.brain.predicting import Predictor
-
-                predictor = Predictor(model, self.model, volumes)
-                command = f"ermoe brain predict {self.model} {' '.join(self.scans)}"
-                page = predictor.write(self.out, plain, rows, command, with_pages=self.pages)
+                command = f"ermoe brain predict {self.model} {' '.join(self.scans)}{self.cohort.as_typed()}"
+                page = predictor.write(self.out, cohort.scans, rows, command, with_pages=self.pages)
                 say(console, f"written: {page if self.pages else self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")
@@ -245,10 +246,15 @@ class App:
         if not (self.bids_dir.is_dir() and is_bids_root(self.bids_dir)):
             raise UserError(f"{self.bids_dir} is no BIDS root: it needs dataset_description.json and sub-… folders")
         command = f"ermoe brain app {self.bids_dir} {self.out_dir} {self.level} --model {self.model}"
+        command += self.cohort.as_typed()
         failed = 0
         with self.machine.started(console) as compute:
             predictor = Predictor.at(self.model, self.work_dir, compute)
-            scans = open_scans([str(self.bids_dir)], self.cohort).scans
+            cohort = open_scans([str(self.bids_dir)], self.cohort)
+            for note in (*cohort.notes, *cohort.problems):
+                say(console, note)
+            scans = cohort.scans
+            self.cohort.refuse_missing(scan.participant_id for scan in scans)
             if self.level == "group":
                 say(console, f"written: {predictor.gather(self.out_dir, scans, command, data=self.bids_dir)}")
                 return
@@ -271,6 +277,8 @@ class Recalibrate:
     """People of the site whom the model has not learnt from: a BIDS root, or a table with their ages."""
     out: Path = Path("runs/brain-recalibrated")
     """Folder of the new model; the old one stays as it is."""
+    other_people: bool = False
+    """These are other people than those of the training set, though some may share their ids."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
 
@@ -285,6 +293,7 @@ class Recalibrate:
             for note in cohort.notes:
                 say(console, note)
             old = BrainAgeModel.load(self.model, compute.device)
+            old = replace(old, parts={}) if self.other_people else old
             where = " ".join(self.cohort.where)
             new = recalibrated(old, cohort.with_age, where=where, workers=compute.workers)
         assert new.recalibration is not None
@@ -470,7 +479,10 @@ def _line(row: Prediction) -> str:
         return f"{name}: no prediction ({row.problem})"
     interval = "" if math.isnan(row.brain_age_low) else f" [{row.brain_age_low:.1f}, {row.brain_age_high:.1f}]"
     said = "; ".join(row.flags)
-    return f"{name}: {row.brain_age:.1f} years{interval}" + (f" ({said})" if said else "")
+    recalibrated = (
+        "" if math.isnan(row.brain_age_recalibrated) else f", recalibrated {row.brain_age_recalibrated:.1f} years"
+    )
+    return f"{name}: {row.brain_age:.1f} years{interval}{recalibrated}" + (f" ({said})" if said else "")
 
 
 def _all_alike(rows: list[Prediction]) -> str:

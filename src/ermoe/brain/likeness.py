@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,30 @@ _BOUNDS = {
     "template_overlap": (0.80, 1.0),
     "upright": (0.0, 2.0),
     "depth_contrast": (0.5, np.inf),
-    "log_litres": (np.log(0.7), np.log(2.2)),
+    "log_litres": (np.log(0.85), np.log(2.2)),
     "width_over_length": (0.62, 1.0),
     "height_over_length": (0.58, 1.05),
 }
 """Where signs of adults' T1 scans lie, on whatever scanner."""
+_SENTENCES = {
+    "upright": "lies in the template better upside down or back to front",
+    "depth_contrast": "hardly brighter inside than at its surface, as no T1 of an adult is",
+    "template_r": "its brightness is laid out unlike that of an adult's T1",
+}
+_WORDS = {
+    "template_overlap": "its overlap with an adult's brain",
+    "width_over_length": "its width over its length",
+    "height_over_length": "its height over its length",
+    "log_litres": "the size of the brain",
+    "log_ventricles": "the size of its ventricles",
+    "cortex_mm": "the thickness of its cortex",
+    "tissue_contrast": "the contrast between tissues",
+    "tissue_spread": "the noise of its tissues",
+    "white_share": "its share of white matter",
+    "fluid_share": "its share of fluid",
+    **{f"grey_{depth}mm": f"its grey matter deeper than {depth} mm" for depth in (4, 8, 12, 16)},
+    "fluid_8mm": "its fluid deeper than 8 mm",
+}
 _SHRUNK = 0.5
 _LEAST_SPREAD = 0.02  # of a sign's own size: people of one scanner may agree by chance
 _USUAL = 0.95
@@ -122,9 +142,11 @@ def _template() -> tuple[Double, Double]:
     """Brightness and mask of the ICBM152 brain in cells, from the tissue maps that nilearn ships."""
     import nibabel
 
-    folder = resources.files("nilearn.datasets") / "data"
-    with resources.as_file(folder / "mni_icbm152_t1_tal_nlin_sym_09a_converted.nii.gz") as path:
-        t1_XYZ = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)[::2, ::2, ::2]
+    found = find_spec("nilearn")  # which takes seconds to import, and is not needed for a file of its own
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("nilearn is not installed", name="nilearn")
+    path = Path(found.origin).parent / "datasets" / "data" / "mni_icbm152_t1_tal_nlin_sym_09a_converted.nii.gz"
+    t1_XYZ = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)[::2, ::2, ::2]
     box = bounding_box(t1_XYZ > 0)
     t1_XYZ = t1_XYZ[box]
     brain_XYZ = _in_cells((t1_XYZ > 0).astype(np.float32))
@@ -184,9 +206,26 @@ class Likeness:
         for name, (low, high) in _BOUNDS.items():
             value = float(sign_S[SIGNS.index(name)])
             if not low <= value <= high:
-                found.append(f"{name} is {value:.2f}, {low:.2f} to {high:.2f} in adults")
+                found.append(_in_words(name, value, low, high))
         if not found and (far := self.distance(sign_S)) > _FAR:
             z_S = (sign_S - self.mean) / self.scale
             worst = int(np.argmax(np.abs(z_S)))
-            found.append(f"{far:.1f} times the usual distance from training scans, {SIGNS[worst]} above all")
+            what = _WORDS.get(SIGNS[worst], SIGNS[worst].replace("_", " "))
+            found.append(f"{far:.1f} times the usual distance from training scans, {what} above all")
         return found
+
+
+def _in_words(name: str, value: float, low: float, high: float) -> str:
+    """What is wrong with a sign that lies outside of its bounds.
+
+    >>> _in_words("upright", -0.4, 0.0, 2.0)
+    'lies in the template better upside down or back to front'
+    >>> _in_words("log_litres", np.log(0.42), np.log(0.85), np.log(2.2))
+    'a brain of 0.42 litres, 0.85 to 2.20 in adults'
+    """
+    if name in _SENTENCES:
+        return _SENTENCES[name]
+    if name == "log_litres":
+        value, low, high = np.exp((value, low, high))
+        return f"a brain of {value:.2f} litres, {low:.2f} to {high:.2f} in adults"
+    return f"{_WORDS[name]} is {value:.2f}, {low:.2f} to {high:.2f} in adults"

@@ -8,6 +8,7 @@ cannot be used: its row says why.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -44,6 +45,8 @@ DESCRIPTION = "brain_age.json"
 _FORMAT = 4
 _READABLE = (3, 4)  # 3: networks that learnt ages, without ridges
 _AGAIN = "train the model again, or copy it again"
+_TELLING = ("facts", "ridges", "blend", "recalibration", "age_range")
+_OLDEST = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,12 @@ class BrainAgeModel:
         if not isinstance(self.head, AgeBins):
             return None
         return self.head.interval(self.head.probability(output_FBK, self.temperature).mean(0))
+
+    def name(self, folder: Path) -> str:
+        """What tells it from other models: its folder, and a fingerprint of all that is not a network's weight."""
+        plain = {field.name: to_json(getattr(self, field.name)) for field in fields(self) if field.name in _TELLING}
+        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:10]
+        return f"the model {folder.name} ({digest})"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes everything; the description last, so that a folder that has one is complete."""
@@ -270,6 +279,11 @@ class Prediction:
     problem: str = ""
 
     @property
+    def at_its_site(self) -> float:
+        """The recalibrated age in models that have one, else the raw one."""
+        return self.brain_age if math.isnan(self.brain_age_recalibrated) else self.brain_age_recalibrated
+
+    @property
     def flags(self) -> list[str]:
         """What to know before the age is used, in words."""
         known = {
@@ -289,12 +303,19 @@ class Prediction:
 
 
 def predict(
-    model: BrainAgeModel, scans: Sequence[Scan], *, read: Callable[[Scan], Volume] | None = None, workers: int = 0
+    model: BrainAgeModel,
+    scans: Sequence[Scan],
+    *,
+    read: Callable[[Scan], Volume] | None = None,
+    signs: Callable[[Scan, Volume], Double] | None = None,
+    workers: int = 0,
 ) -> Iterator[Prediction]:
     """A row for every scan, as it is ready.
 
-    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead.
+    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead. ``signs`` tells
+    what a prepared scan is like, by default by measuring it.
     """
+    signs = signs or partial(_measured, model.preprocessing.spacing_mm)
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
@@ -302,7 +323,7 @@ def predict(
     # one scan at a time needs no loader
     volumes = prepared(reader, requests, workers=workers) if workers else map(reader, requests)
     for scan, volume in zip(scans, volumes, strict=True):
-        row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume))
+        row = volume if isinstance(volume, str) else _attempt(scan, partial(_judge, model, scan, volume, signs))
         if isinstance(row, str):
             row = Prediction.of(scan, problem=row)
         elif row.unusual_mask and row.mask_source not in warned:
@@ -403,7 +424,9 @@ def _blended(
     reach = float((spread_F * width_F).mean())
     reach *= 1.0 if model.likeness is None else model.likeness.widening(sign_S)
     age = float(age_F.mean())
-    return _Answer(age_F, age - reach, age + reach, float(ridge_F.mean()))
+    # Nobody is younger than 0 or older than 120, however little is known.
+    low, high = max(age - reach, min(age, 0.0)), min(age + reach, max(age, _OLDEST))
+    return _Answer(age_F, low, high, float(ridge_F.mean()))
 
 
 def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) -> Double:
@@ -414,10 +437,14 @@ def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) 
     return without_offsets(measure_F[None], [site], model.ridges[fold].offsets)
 
 
-def _judge(model: BrainAgeModel, scan: Scan, volume: Volume) -> Prediction:
+def _measured(spacing_mm: float, scan: Scan, volume: Volume) -> Double:
+    return signs_of(volume, spacing_mm)
+
+
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, signs: Callable[[Scan, Volume], Double]) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
     is_tested = "test" in model.parts_of(scan.participant_id).values()
-    sign_S = signs_of(volume, model.preprocessing.spacing_mm) if model.likeness is not None else np.zeros(0)
+    sign_S = signs(scan, volume) if model.likeness is not None else np.zeros(0)
     if model.ridges:
         answer = _blended(model, scan, volume, sign_S, folds, is_known=is_tested)
     else:
@@ -480,7 +507,8 @@ def recalibrated(model: BrainAgeModel, scans: Sequence[Scan], *, where: str = ""
     """
     if known := [scan.participant_id for scan in scans if model.parts_of(scan.participant_id)]:
         raise UserError(
-            f"{len(known)} of these people were in the training set, {known[0]} for one: recalibrate with other people"
+            f"{len(known)} of these people have ids of the training set, {known[0]} for one: recalibrate with other "
+            "people, or say --other-people if they only share their ids"
         )
     rows = [row for row in predict(model, scans, workers=workers) if not row.problem and not row.unlike_training]
     first: dict[str, Prediction] = {}

@@ -12,6 +12,8 @@ from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.tables import read_table, write_text
+from ermoe.brain.likeness import SIGNS_NAME, signs_of
+from ermoe.brain.measures import Double
 from ermoe.brain.model import BrainAgeModel, Prediction, predict
 from ermoe.errors import UserError
 from ermoe.train.compute import Compute
@@ -36,7 +38,8 @@ class Predictor:
 
     def rows(self, scans: Sequence[Scan]) -> Iterator[Prediction]:
         """Of every scan, as it is ready."""
-        return predict(self.model, scans, read=partial(_read, self.cache), workers=self.workers)
+        signs = partial(_kept_signs, self.cache)
+        return predict(self.model, scans, read=partial(_read, self.cache), signs=signs, workers=self.workers)
 
     def write(
         self, folder: Path, scans: Sequence[Scan], rows: Sequence[Prediction], command: str, *, with_pages: bool = True
@@ -63,9 +66,10 @@ class Predictor:
 
     def gather(self, folder: Path, scans: Sequence[Scan], command: str, *, data: Path) -> Path:
         """What `one_by_one` wrote of these scans, in one table and one report; returns the path of the report."""
-        from ermoe.brain.reporting.derivative import write_table
+        from ermoe.brain.reporting.derivative import refuse_foreign, write_table
         from ermoe.brain.reporting.methods import paragraph
 
+        refuse_foreign(folder, self.model.name(self.place))
         done = [scan for scan in scans if _table_of(folder, scan).is_file()]
         if not done:
             raise UserError(f"{folder} holds no predictions of these people: run the level participant first")
@@ -79,7 +83,8 @@ class Predictor:
         from ermoe.brain.reporting.derivative import describe
 
         readme = f"Predictions of {number} scans by the model {self.place.name}, in {_TABLE}."
-        describe(folder, name="Brain age predictions", data=None if data is None else str(data), readme=readme)
+        source = None if data is None else str(data)
+        describe(folder, name="Brain age predictions", data=source, readme=readme, by=self.model.name(self.place))
 
     def _report(self, folder: Path, scans: Sequence[Scan], rows: Sequence[Prediction], command: str) -> Path:
         from ermoe.brain.reporting.people import Judged, report_of_people
@@ -91,6 +96,12 @@ class Predictor:
 def _read(cache: VolumeCache, scan: Scan) -> Volume:
     """A prepared scan; tissue maps are of no use to a prediction, and must not be able to spoil it."""
     return cache.volume(replace(scan, tissue=None))
+
+
+def _kept_signs(cache: VolumeCache, scan: Scan, volume: Volume) -> Double:
+    """What the scan is like, measured once and kept beside its volume."""
+    plain = replace(scan, tissue=None)
+    return cache.kept(plain, SIGNS_NAME, partial(signs_of, spacing_mm=cache.preprocessing.spacing_mm))
 
 
 def _table_of(folder: Path, scan: Scan) -> Path:

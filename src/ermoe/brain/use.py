@@ -115,7 +115,8 @@ def evaluate(
 ) -> dict[str, float]:
     """How far predictions are from known ages: ``mae``, ``rmse``, ``r``, ``slope``, …, and how many scans were judged.
 
-    People whom the model knows from training are judged by the networks that have not learnt from them.
+    People whom the model knows from training are judged by the networks that have not learnt from them. A recalibrated
+    model is judged by its recalibrated ages.
 
     Args:
         model: a run folder, the model folder in it, or what `load` gave.
@@ -130,7 +131,7 @@ def evaluate(
     used = [row for row in rows if not row.problem and not math.isnan(row.age)]
     if not used:
         raise UserError(f"{data}: no scan could be judged, {rows[0].problem if rows else 'there is none with an age'}")
-    found = figures([row.age for row in used], [row.brain_age for row in used])
+    found = figures([row.age for row in used], [row.at_its_site for row in used])
     return {"scans": float(len(used)), "left_out": float(len(rows) - len(used)), **found}
 
 

@@ -52,17 +52,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
 _EXTRAS = dict.fromkeys(("nibabel", "nilearn", "monai", "einops", "pandas"), "brain")
 """Packages that not every installation has, and the extra that brings them."""
 INTERRUPTED = 130
+UNREAD = 141
 MISTAKEN = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command line; returns the exit code: 0, 2 for a mistake a person can mend, 130 after Ctrl-C."""
+    """Runs a command line; returns the exit code: 0, 2 for a mistake a person can mend, 130 after Ctrl-C.
+
+    Whoever reads the output may stop reading, as `head` does: 141, as other programs have it.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return run(argv)
     except UserError as mistake:
         print(f"ermoe: {mistake}", file=sys.stderr)
         return MISTAKEN
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        return UNREAD
     except OSError as problem:
         if problem.filename is None:  # nothing a person could look at
             raise

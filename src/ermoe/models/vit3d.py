@@ -154,6 +154,8 @@ class ViT3D(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
+        if self.cls_token.is_meta:  # nothing to draw, and torch would import its compiler to draw it
+            return
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -266,7 +268,7 @@ class ViT3D(nn.Module):
     def _place_weight(self) -> nn.Parameter:
         # Drawn, not equal: a last layer that starts at zero would learn nothing from equal ones but the mean.
         weight_xyzD = self.cls_token.new_empty(*self.grid_size, self.embed_dim)
-        return nn.Parameter(nn.init.normal_(weight_xyzD, std=1 / _PLACE_RATE))
+        return nn.Parameter(weight_xyzD if weight_xyzD.is_meta else nn.init.normal_(weight_xyzD, std=1 / _PLACE_RATE))
 
 
 def pad_to_cubes(volume: Tensor, patch_size: int, value: float = 0.0) -> Tensor:

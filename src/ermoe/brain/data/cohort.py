@@ -95,7 +95,13 @@ def _only_where(cohort: Cohort, options: CohortOptions) -> Cohort:
     asked = " ".join(options.where)
     if not kept:
         columns = sorted({"sex", "site"} | {name for scan in cohort.scans for name in scan.columns})
-        raise UserError(f"--where {asked} holds for no scan: the columns are {', '.join(columns[:12])}")
+        known = {pair.partition("=")[0].strip() for pair in options.where} & set(columns)
+        values = []
+        for column in sorted(known):
+            found = {str(scan.sex if column == "sex" else scan.value(column) or "n/a") for scan in cohort.scans}
+            values.append(f"{column} is {', '.join(sorted(found)[:6])}")
+        said = "; ".join(values) or f"the columns are {', '.join(columns[:12])}"
+        raise UserError(f"--where {asked} holds for no scan: {said}")
     note = f"{len(kept)} of {len(cohort.scans)} scans are used, those with {asked}"
     return replace(cohort, scans=kept, notes=(*cohort.notes, note))
 

@@ -279,6 +279,16 @@ class CohortOptions:
         new = replace(self, **given)
         return replace(new, participants=_labels(new.participants), exclude=_labels(new.exclude))
 
+    def refuse_missing(self, found: Iterable[str]) -> None:
+        """A `UserError` that names people who were asked for and not found."""
+        if missing := sorted(set(_labels(self.participants)) - set(found)):
+            raise UserError(f"there is no T1w scan of {', '.join(missing[:5])}: check the labels")
+
+    def as_typed(self) -> str:
+        """Whom they select, as on a command line, with a space before it."""
+        asked = {"--participant-label": self.participants, "--exclude": self.exclude, "--where": self.where}
+        return "".join(f" {name} {' '.join(values)}" for name, values in asked.items() if values)
+
     def wants(self, participant_id: str) -> bool:
         """Whether a person is to be read."""
         return (not self.participants or participant_id in self.participants) and participant_id not in self.exclude

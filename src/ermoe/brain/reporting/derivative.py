@@ -17,10 +17,12 @@ from ermoe._version import __version__
 from ermoe.brain.ages import POOLED
 from ermoe.brain.data.tables import write_text, write_tsv
 from ermoe.brain.model import BrainAgeModel
-from ermoe.files import write_json
+from ermoe.errors import UserError
+from ermoe.files import read_object, write_json
 
 _BIDS_VERSION = "1.10.0"
 _PIPELINE = "ermoe-ba"
+_DESCRIPTION = "dataset_description.json"
 RESEARCH_USE = "Research use only: not a medical device, and no basis for a decision about a person."
 
 _IGNORED = (
@@ -41,19 +43,37 @@ _COLUMNS: dict[str, dict[str, str]] = json.loads((files("ermoe.brain.reporting")
 """What each column means, as a sidecar says it; limits of intervals are explained by `_sidecar`."""
 
 
-def describe(folder: Path, *, name: str, data: str | None = None, readme: str = "") -> None:
-    """Makes a folder a BIDS derivative: dataset_description.json, README and what the validator is to pass over."""
+def describe(folder: Path, *, name: str, data: str | None = None, readme: str = "", by: str | None = None) -> None:
+    """Makes a folder a BIDS derivative: dataset_description.json, README and what the validator is to pass over.
+
+    ``by`` names the model. What is not ours, and what another model has predicted, is left alone: `UserError`.
+    """
+    refuse_foreign(folder, by)
+    generator = {"Name": _PIPELINE, "Version": __version__}
     description: dict[str, Any] = {
         "Name": name,
         "BIDSVersion": _BIDS_VERSION,
         "DatasetType": "derivative",
-        "GeneratedBy": [{"Name": _PIPELINE, "Version": __version__}],
+        "GeneratedBy": [generator if by is None else {**generator, "Description": by}],
     }
     if data is not None:
         description["SourceDatasets"] = [{"URL": Path(data).resolve().as_uri()}]
-    write_json(folder / "dataset_description.json", description)
+    write_json(folder / _DESCRIPTION, description)
     write_text(folder / "README.md", f"# {name}\n\n{readme}\n\n{RESEARCH_USE}\n")
     write_text(folder / ".bidsignore", "\n".join(_IGNORED) + "\n")
+
+
+def refuse_foreign(folder: Path, by: str | None = None) -> None:
+    """A `UserError` where a folder holds a data set, or texts, that were not written here, or not by this model."""
+    path = folder / _DESCRIPTION
+    if path.is_file():
+        maker = next(iter(read_object(path, "name another folder").get("GeneratedBy") or [{}]))
+        if not isinstance(maker, dict) or maker.get("Name") != _PIPELINE:
+            raise UserError(f"{folder} is a data set of its own, which results would overwrite: name another folder")
+        if by is not None and (known := maker.get("Description")) not in (None, by):
+            raise UserError(f"{folder} holds predictions by {known}, this is {by}: name that model or another folder")
+    elif taken := [own for own in ("README.md", ".bidsignore") if (folder / own).exists()]:
+        raise UserError(f"{folder} has a {taken[0]} that would be overwritten: name a new folder")
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -128,7 +148,7 @@ def model_card(model: BrainAgeModel, *, warnings: list[str]) -> Card:
     sections = {
         "What it is": [
             f"Trained on {facts['num_people']} people ({facts['num_scans']} scans) of {facts['data']}, "
-            f"{low:.0f} to {high:.0f} years; split: {facts['split']}, {len(model.networks)} networks.",
+            f"{low:.0f} to {high:.0f} years; split: {facts['split']}, {len(model.folds)} folds.",
             f"Held-out people, raw: MAE {raw['mae']:.2f} years, r {raw['r']:.2f}, slope {raw['slope']:.2f}, "
             f"corr(gap, age) {raw['gap_age_r']:.2f}.",
             f"Calibration ({facts['calibration_fit']}): {calibration}.",

@@ -156,7 +156,7 @@ def _scatter(page: Page, evaluation: Evaluation, album: Album) -> None:
         album.panel(gaps, "gap-against-age", "Gap against age.", tends),
     ]
     coverage = "" if np.isnan(tested.coverage) else f" The 90 % intervals held {tested.coverage:.0%} of the ages."
-    lead = f"Of people whom the judging networks had not learnt from.{coverage}{_worth(evaluation)}"
+    lead = f"Of people whom the judging fold had not learnt from.{coverage}{_worth(evaluation)}"
     page.section("Predicted against chronological age", lead, [grid(panels, pairs=True)])
 
 
@@ -188,7 +188,7 @@ def _accuracy(page: Page, evaluation: Evaluation) -> None:
         paired.append(table(["difference", *(name for name, _ in levels)], differences))
     page.section(
         "How far off",
-        "Raw predictions of people whom the judging networks had not learnt from; years, with 95 % intervals over "
+        "Raw predictions of people whom the judging fold had not learnt from; years, with 95 % intervals over "
         "resampled people. All rows use the same folds. Within one site or batch, a label tells only its mean age.",
         absolute,
     )

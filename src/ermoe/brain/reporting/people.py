@@ -17,6 +17,7 @@ import numpy as np
 from scipy import ndimage
 
 from ermoe.analysis.page import Markup, Page, bullets, data_uri, escape, figure, grid, table
+from ermoe.brain.ages import POOLED
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.inputs import network_input, voxels
@@ -35,6 +36,7 @@ from ermoe.errors import library
 _NAMED = 5
 """Scans that are named where many have the same flag."""
 _ALIKE = 5.0
+_FLAT = 0.5  # slope of a calibration, below which its ages are mostly stretched noise elsewhere
 """Years within which all predictions of people of unknown ages are suspicious."""
 
 
@@ -83,7 +85,7 @@ def report_of_people(
         if not one.row.problem:
             page_of_scan(folder, model, one, volumes[one.page])
     page = Page(title, lead=RESEARCH_USE, facts=_facts(judged))
-    if known := _warnings(judged):
+    if known := [*_about_model(model), *_warnings(judged)]:
         page.section("Read this first", "What to know before an age is used.", [bullets(known)])
     _errors(page, judged, Album(folder / "figures"))
     order = sorted(judged, key=lambda one: (not one.row.problem, not one.is_flagged, -_number(one.row.distance)))
@@ -125,10 +127,25 @@ def _warnings(judged: Sequence[Judged]) -> list[str]:
         more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
         found.append(f"{', '.join(keys[:_NAMED])}{more}: {flag}")
     ages = [one.row.brain_age for one in judged if not one.row.problem]
-    if len(ages) >= FEWEST and (within := max(ages) - min(ages)) < _ALIKE:
+    if len(ages) >= FEWEST:
+        within = max(ages) - min(ages)
+        doubt = ": if these people are of different ages, the model does not see their age" if within < _ALIKE else ""
+        found.append(f"all {len(ages)} predictions lie within {within:.1f} years{doubt}")
+    return found
+
+
+def _about_model(model: BrainAgeModel) -> list[str]:
+    """What holds for every scan."""
+    found = []
+    if model.recalibration is not None:
         found.append(
-            f"all {len(ages)} predictions lie within {within:.1f} years: if these people are of different ages, the "
-            "model does not see their age"
+            f"this model was {model.recalibration.in_words()}; ages and intervals below are raw, the column "
+            "brain_age_recalibrated has the others"
+        )
+    if model.calibration is not None and (slope := model.calibration.lines[POOLED].slope) < _FLAT:
+        found.append(
+            f"calibrated ages stretch differences by {1 / slope:.1f}, as people of the training scanners need: on "
+            "another scanner they are further off than raw ones; use ermoe brain recalibrate there"
         )
     return found
 
