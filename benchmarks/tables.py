@@ -145,27 +145,9 @@ def routers_layer() -> Table:
 
 
 def regions() -> Table:
-    """Region experts at the rate of the study, three seeds."""
-    labels = {f"blocks, {variant}, rate 0.001, decay 1": variant for variant in brain_regions.VARIANTS}
+    """Region experts on phantoms that age in the front, three seeds."""
+    labels = {f"frontal, blocks, {variant}, rate 0.003, decay 0.5": variant for variant in brain_regions.VARIANTS}
     return brain_regions.table(lines_of("brain_regions"), labels)
-
-
-def region_rates() -> Table:
-    """Region experts at other rates and inputs, first seed."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for record in lines_of("brain_regions"):
-        asked = record["settings"]
-        decay = "" if asked["layer_decay"] == 1 else f", each layer {asked['layer_decay']:g} of the rate of the next"
-        if record["seed"] == 0:
-            years = " → ".join(brain_regions.error([record], epoch, ".0f") for epoch in (0, -1))
-            cells = rows.setdefault((f"{asked['base_lr']:g}{decay}", asked["input"]), {})
-            cells[asked["variant"]] = f"{brain_regions.kept(record)[1]} of 3 ({years})"
-    variants = brain_regions.VARIANTS
-    ordered = sorted(rows, key=lambda row: (row[1], row[0]))
-    return Table(
-        ["rate of the free epochs", "input", *variants],
-        [[*row, *(rows[row].get(variant, "–") for variant in variants)] for row in ordered],
-    )
 
 
 @cache
@@ -279,7 +261,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "expert-looks": lambda: expert_findings.looks_table(lines_of(expert_findings.STUDY)),
     "expert-sky": lambda: expert_findings.expert_table(lines_of(expert_findings.STUDY), "contrast"),
     "brain-regions": regions,
-    "brain-region-rates": region_rates,
     "brain-ixi50": ixi50,
     "brain-ixi50-differences": ixi50_differences,
     "brain-ixi50-all": lambda: relabelled(

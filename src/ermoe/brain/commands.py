@@ -293,9 +293,13 @@ class Recalibrate:
             for note in cohort.notes:
                 say(console, note)
             old = BrainAgeModel.load(self.model, compute.device)
-            old = replace(old, parts={}) if self.other_people else old
-            where = " ".join(self.cohort.where)
-            new = recalibrated(old, cohort.with_age, where=where, workers=compute.workers)
+            new = recalibrated(
+                old,
+                cohort.with_age,
+                where=" ".join(self.cohort.where),
+                other_people=self.other_people,
+                workers=compute.workers,
+            )
         assert new.recalibration is not None
         new.save(self.out)
         say(console, new.recalibration.in_words())

@@ -499,18 +499,21 @@ def _calibrated(model: BrainAgeModel, scan: Scan, raw: float, raw_of_fold: dict[
     }
 
 
-def recalibrated(model: BrainAgeModel, scans: Sequence[Scan], *, where: str = "", workers: int = 0) -> BrainAgeModel:
+def recalibrated(
+    model: BrainAgeModel, scans: Sequence[Scan], *, where: str = "", other_people: bool = False, workers: int = 0
+) -> BrainAgeModel:
     """The model with the line of these people of another site, of whom it must have learnt from none.
 
     A person counts once, with the first scan; scans without an age or a prediction, or unlike the training scans, are
-    left out.
+    left out. ``other_people`` says that ids which the training set has too are those of others.
     """
-    if known := [scan.participant_id for scan in scans if model.parts_of(scan.participant_id)]:
+    asked = replace(model, parts={}) if other_people else model
+    if known := [scan.participant_id for scan in scans if asked.parts_of(scan.participant_id)]:
         raise UserError(
             f"{len(known)} of these people have ids of the training set, {known[0]} for one: recalibrate with other "
             "people, or say --other-people if they only share their ids"
         )
-    rows = [row for row in predict(model, scans, workers=workers) if not row.problem and not row.unlike_training]
+    rows = [row for row in predict(asked, scans, workers=workers) if not row.problem and not row.unlike_training]
     first: dict[str, Prediction] = {}
     for row in rows:
         if not math.isnan(row.age):

@@ -338,12 +338,65 @@ def test_a_model_is_recalibrated_by_people_it_does_not_know(finished, cohort_roo
     mean = np.mean([row.brain_age_recalibrated - row.age for row in rows])
     assert mean == pytest.approx(0, abs=1e-6)
     assert rows[0].brain_age == next(predict(model, strangers[:1])).brain_age  # raw stays raw
-    with pytest.raises(UserError, match="were in the training set"):
+    with pytest.raises(UserError, match=r"12 of these people have ids of the training set, .* or say --other-people"):
         recalibrated(model, scans)
     assert main(["brain", "recalibrate", str(finished), str(cohort_root), "--out", str(tmp_path / "new")]) == 2
     assert "is there already" in capsys.readouterr().err
     with pytest.raises(UserError, match="recalibrating needs 5"):
         recalibrated(model, strangers[:3])
+
+
+def test_a_recalibrated_model_is_judged_by_its_recalibrated_ages(finished, cohort_root, cache, tmp_path, capsys):
+    out = tmp_path / "new"
+    assert main(["brain", "recalibrate", str(finished), str(cohort_root), "--other-people", "--out", str(out)]) == 0
+    assert BrainAgeModel.load(out).parts == BrainAgeModel.load(finished).parts
+    raw, own = (ermoe.brain.evaluate(model, cohort_root, cache=cache) for model in (finished, out))
+    assert abs(own["bias"]) < abs(raw["bias"])
+    scan = open_cohort(cohort_root).scans[0].t1
+    assert main(["brain", "predict", str(out), str(scan), "--cache", str(cache), "--out", str(tmp_path / "told")]) == 0
+    assert re.search(r"years.*, recalibrated \d+\.\d years", capsys.readouterr().out)
+    page = (tmp_path / "told" / "report.html").read_text(encoding="utf-8")
+    assert "this model was recalibrated on 12 people" in page[page.index("read-this-first") :]
+
+
+def test_people_of_another_data_set_may_share_ids(finished, cohort_root, cache, capsys):
+    scan = open_cohort(cohort_root).scans[0].t1
+    command = ["brain", "predict", str(finished), str(scan), "--cache", str(cache)]
+    assert main(command) == 0
+    assert "seen in training" in capsys.readouterr().out
+    assert main([*command, "--other-people"]) == 0
+    assert "seen in training" not in capsys.readouterr().out
+
+
+def test_results_never_replace_another_data_set(finished, cohort_root, cache, tmp_path, capsys):
+    data = shutil.copytree(cohort_root, tmp_path / "bids")
+    before = (data / "dataset_description.json").read_text()
+    options = ["--model", str(finished), "-w", str(cache)]
+    assert main(["brain", "app", str(data), str(data), "participant", *options]) == 2
+    assert "is a data set of its own, which results would overwrite: name another folder" in capsys.readouterr().err
+    assert (data / "dataset_description.json").read_text() == before
+    assert not (data / ".bidsignore").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("my notes")
+    scan = str(open_cohort(data).scans[0].t1)
+    assert main(["brain", "predict", str(finished), scan, "--cache", str(cache), "--out", str(mine)]) == 2
+    assert "has a README.md that would be overwritten: name a new folder" in capsys.readouterr().err
+    assert (mine / "README.md").read_text() == "my notes"
+
+
+def test_predictions_of_one_model_are_not_gathered_by_another(finished, cohort_root, cache, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = BrainAgeModel.load(finished)
+    dataclasses.replace(model, facts={**model.facts, "seed": 7}).save(other)
+    person = open_cohort(cohort_root).scans[0].participant_id
+    command = ["brain", "app", str(cohort_root), str(tmp_path / "out")]
+    options = ["-w", str(cache), "--participant-label", person]
+    assert main([*command, "participant", "--model", str(finished), *options]) == 0
+    assert main([*command, "group", "--model", str(other), *options]) == 2
+    assert re.search(r"holds predictions by the model .*, this is the model other", capsys.readouterr().err)
+    assert main([*command, "group", "--model", str(finished), *options, "nobody"]) == 2
+    assert "there is no T1w scan of sub-nobody: check the labels" in capsys.readouterr().err
 
 
 def test_simple_estimates_stand_beside_the_network(finished, cache):
@@ -543,12 +596,13 @@ def test_a_run_that_has_no_model_yet_is_not_finished(tmp_path):
         BrainAgeModel.load(tmp_path)
 
 
-def test_prediction_waits_for_no_library_it_does_not_use():
+def test_prediction_waits_for_no_library_it_does_not_use(finished, cohort_root, cache):
     """Each of them takes seconds to import: as long as the whole of one prediction may take."""
-    heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib"}
-    code = f"import sys\nimport ermoe.brain.model\nprint(*({heavy} & set(sys.modules)))"
+    heavy = {"timm", "torchvision", "torch._dynamo", "monai", "matplotlib", "nilearn", "sklearn", "pandas"}
+    given = ["brain", "predict", str(finished), str(open_cohort(cohort_root).scans[0].t1), "--cache", str(cache)]
+    code = f"import sys\nfrom ermoe.cli.main import main\nmain({given})\nprint('heavy:', *({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert done.stdout.splitlines()[-1] == "heavy:"
 
 
 def test_help_needs_no_torch():

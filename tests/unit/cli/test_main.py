@@ -74,6 +74,14 @@ def test_mistakes_and_interruptions_end_without_a_traceback(problem, code, messa
     assert capsys.readouterr().err == message
 
 
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    code = "import sys; from ermoe.cli.main import main; sys.exit(main(['brain', 'predict', '--help']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == cli.UNREAD
+
+
 def test_bugs_keep_their_traceback(monkeypatch):
     def fail(demo, console):
         raise ValueError("not the user's fault")
