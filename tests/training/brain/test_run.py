@@ -278,6 +278,7 @@ def test_a_bids_app_judges_people_one_by_one_and_gathers_them(finished, cohort_r
     assert rows[0] == table(out / people[0] / f"{people[0]}_brainage.tsv")[0]
     report_of_all = (out / "report.html").read_text(encoding="utf-8")
     assert all(f'href="{who}.html"' in report_of_all for who in people)
+    assert re.search(r"all 4 predictions lie within \d+\.\d years", report_of_all)
     assert "was fitted to 12 people" in (out / "logs" / "CITATION.md").read_text(encoding="utf-8")
     assert len(list((kept / "volumes").glob("*.t1.npy"))) == 4
     assert complaints(out / "report.html", out / f"{people[0]}.html") == []

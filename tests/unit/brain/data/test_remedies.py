@@ -78,6 +78,33 @@ def test_a_packed_file_that_does_not_say_so(tmp_path, healthy):
         prepare(Scan("head", None, path), Preprocessing())
 
 
+def test_a_series_is_no_scan(root):
+    rewrite(t1_of(root), lambda data, affine: (np.stack([data] * 3, -1), affine))
+    (error,) = map(str, examine(open_cohort(root)).errors)
+    assert "has 4 axes" in error
+    assert "where a volume has three: choose one volume of it" in error
+
+
+def test_a_mask_of_no_brains_size(root):
+    labels = root / "derivatives" / "tool" / "sub-02" / "anat" / "sub-02_dseg.nii.gz"
+    rewrite(
+        labels, lambda data, affine: (np.where(np.arange(data.size).reshape(data.shape) == 9000, data.max(), 0), affine)
+    )
+    (scan,) = [scan for scan in open_cohort(root).scans if scan.participant_id == "sub-02"]
+    with pytest.raises(UserError, match=r"marks 0 mL as brain, and no brain is of that size: make the mask again"):
+        prepare(scan, Preprocessing())
+
+
+def test_people_who_are_not_there(root):
+    with pytest.raises(UserError, match="has no T1w scan of sub-nobody: check the labels"):
+        open_cohort(root, participants=["nobody"])
+
+
+def test_where_names_the_values_of_a_column(root):
+    with pytest.raises(UserError, match="--where sex=X holds for no scan: sex is F, M"):
+        open_cohort(root, where=["sex=X"])
+
+
 @pytest.mark.parametrize("look", [lambda folder: open_scans([folder]), open_cohort])
 def test_a_folder_of_dicom(tmp_path, look):
     (tmp_path / "IM0001").write_bytes(DICOM)
