@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -187,8 +188,8 @@ class Predict:
     def __call__(self, console: Console) -> None:
         from ermoe.brain.data.cache import Archive
         from ermoe.brain.data.cohort import open_scans
-        from ermoe.brain.model import BrainAgeModel
-        from ermoe.brain.predicting import Predictor
+        from ermoe.brain.likeness import kept_signs
+        from ermoe.brain.model import BrainAgeModel, predict
 
         if not self.scans:
             raise UserError("no scan given: ermoe brain predict MODEL DATA…")
@@ -202,17 +203,22 @@ class Predict:
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)
             self.cohort.refuse_missing(scan.participant_id for scan in cohort.scans)
-            volumes = Archive.at(self.cache).volumes(model.preprocessing)
-            predictor = Predictor(model, self.model, volumes, compute.workers)
             rows = []
-            for row in predictor.rows(cohort.scans):
+            volumes = Archive.at(self.cache).volumes(model.preprocessing)
+            # Tissue maps are of no use to a prediction, and must not be able to spoil it.
+            plain = [replace(scan, tissue=None) for scan in cohort.scans]
+            signs = partial(kept_signs, volumes)
+            for row in predict(model, plain, read=volumes.volume, signs=signs, workers=compute.workers):
                 say(console, _line(row))
                 rows.append(row)
             failed = sum(bool(row.problem) for row in rows)
             say(console, f"{len(rows) - failed} of {len(rows)} scans predicted{_all_alike(rows)}")
             if self.out is not None:
+                from ermoe.brain.predicting import Predictor
+
+                predictor = Predictor(model, self.model, volumes)
                 command = f"ermoe brain predict {self.model} {' '.join(self.scans)}{self.cohort.as_typed()}"
-                page = predictor.write(self.out, cohort.scans, rows, command, with_pages=self.pages)
+                page = predictor.write(self.out, plain, rows, command, with_pages=self.pages)
                 say(console, f"written: {page if self.pages else self.out}")
         if rows and failed == len(rows):
             raise UserError("no scan could be used: see the reasons above")

@@ -24,7 +24,7 @@ from ermoe.brain.data.phantom.anatomy import VERSION as ANATOMY
 from ermoe.brain.data.scans import Scan, ScanError
 from ermoe.brain.estimation import Lesson
 from ermoe.brain.inputs import VERSION
-from ermoe.brain.likeness import SIGNS_NAME, signs_of
+from ermoe.brain.likeness import kept_signs
 from ermoe.brain.measures import MEASURES, Double
 from ermoe.brain.model import BrainAgeModel
 from ermoe.brain.own_ridges import OwnRidges
@@ -87,7 +87,7 @@ def looked_at(volumes: VolumeCache, scans: Sequence[Scan]) -> Double:
     rows = []
     for scan in scans:
         try:
-            rows.append(volumes.kept(scan, SIGNS_NAME, partial(signs_of, spacing_mm=volumes.preprocessing.spacing_mm)))
+            rows.append(kept_signs(volumes, scan))
         except ScanError:
             raise
         except UserError as problem:

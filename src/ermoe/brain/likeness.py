@@ -14,7 +14,7 @@ Letters: N scans, S signs, X, Y, Z cells of the template.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
+from ermoe.brain.data.cache import VolumeCache
 from ermoe.brain.data.nifti import bounding_box
 from ermoe.brain.data.preprocess import Volume, depth_contrast
+from ermoe.brain.data.scans import Scan
 from ermoe.brain.measures import MEASURES, Double, measures_among, tissues_of
 
 _CELLS = (20, 24, 20)
@@ -44,7 +46,7 @@ SIGNS = (
 """The measures; shares of the whole brain; brightness of grey between fluid and white; width of a tissue's brightness;
 brighter inside than at the surface; correlation and overlap with the template, and how
 much better it is upright; proportions of the mask."""
-SIGNS_NAME = "signs1"
+_SIGNS_NAME = "signs1"
 """Of the files that keep them; another one whenever the signs of a scan change."""
 _BOUNDS = {
     "template_r": (0.05, 1.0),
@@ -104,6 +106,11 @@ def signs_of(volume: Volume, spacing_mm: float) -> Double:
             height / length,
         ]
     )
+
+
+def kept_signs(volumes: VolumeCache, scan: Scan) -> Double:
+    """`SIGNS` of a scan, (S,), measured once and kept beside its prepared volume."""
+    return volumes.kept(scan, _SIGNS_NAME, partial(signs_of, spacing_mm=volumes.preprocessing.spacing_mm))
 
 
 def agreement_with_template(t1_XYZ: NDArray[np.float32], mask_XYZ: NDArray[np.bool_]) -> tuple[float, float, float]:

@@ -307,15 +307,14 @@ def predict(
     scans: Sequence[Scan],
     *,
     read: Callable[[Scan], Volume] | None = None,
-    signs: Callable[[Scan, Volume], Double] | None = None,
+    signs: Callable[[Scan], Double] | None = None,
     workers: int = 0,
 ) -> Iterator[Prediction]:
     """A row for every scan, as it is ready.
 
-    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead. ``signs`` tells
-    what a prepared scan is like, by default by measuring it.
+    ``read`` prepares a scan, by default as the model's training did; ``workers`` processes do so ahead. ``signs`` says
+    what is known of a scan already, by default nothing.
     """
-    signs = signs or partial(_measured, model.preprocessing.spacing_mm)
     reader = partial(_read_one, scans, read or partial(prepare, preprocessing=model.preprocessing))
     requests = [(0, np.array([number])) for number in range(len(scans))]
     warned: set[str | None] = set()
@@ -437,14 +436,12 @@ def _harmonised(model: BrainAgeModel, scan: Scan, measure_F: Double, fold: str) 
     return without_offsets(measure_F[None], [site], model.ridges[fold].offsets)
 
 
-def _measured(spacing_mm: float, scan: Scan, volume: Volume) -> Double:
-    return signs_of(volume, spacing_mm)
-
-
-def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, signs: Callable[[Scan, Volume], Double]) -> Prediction:
+def _judge(model: BrainAgeModel, scan: Scan, volume: Volume, signs: Callable[[Scan], Double] | None) -> Prediction:
     folds, seen = model.folds_for(scan.participant_id)
     is_tested = "test" in model.parts_of(scan.participant_id).values()
-    sign_S = signs(scan, volume) if model.likeness is not None else np.zeros(0)
+    sign_S = np.zeros(0)
+    if model.likeness is not None:
+        sign_S = signs_of(volume, model.preprocessing.spacing_mm) if signs is None else signs(scan)
     if model.ridges:
         answer = _blended(model, scan, volume, sign_S, folds, is_known=is_tested)
     else:

@@ -12,8 +12,7 @@ from ermoe.brain.data.cache import Archive, VolumeCache
 from ermoe.brain.data.preprocess import Volume
 from ermoe.brain.data.scans import Scan
 from ermoe.brain.data.tables import read_table, write_text
-from ermoe.brain.likeness import SIGNS_NAME, signs_of
-from ermoe.brain.measures import Double
+from ermoe.brain.likeness import kept_signs
 from ermoe.brain.model import BrainAgeModel, Prediction, predict
 from ermoe.errors import UserError
 from ermoe.train.compute import Compute
@@ -38,8 +37,10 @@ class Predictor:
 
     def rows(self, scans: Sequence[Scan]) -> Iterator[Prediction]:
         """Of every scan, as it is ready."""
-        signs = partial(_kept_signs, self.cache)
-        return predict(self.model, scans, read=partial(_read, self.cache), signs=signs, workers=self.workers)
+        # Tissue maps are of no use to a prediction, and must not be able to spoil it.
+        plain = [replace(scan, tissue=None) for scan in scans]
+        signs = partial(kept_signs, self.cache)
+        return predict(self.model, plain, read=self.cache.volume, signs=signs, workers=self.workers)
 
     def write(
         self, folder: Path, scans: Sequence[Scan], rows: Sequence[Prediction], command: str, *, with_pages: bool = True
@@ -96,12 +97,6 @@ class Predictor:
 def _read(cache: VolumeCache, scan: Scan) -> Volume:
     """A prepared scan; tissue maps are of no use to a prediction, and must not be able to spoil it."""
     return cache.volume(replace(scan, tissue=None))
-
-
-def _kept_signs(cache: VolumeCache, scan: Scan, volume: Volume) -> Double:
-    """What the scan is like, measured once and kept beside its volume."""
-    plain = replace(scan, tissue=None)
-    return cache.kept(plain, SIGNS_NAME, partial(signs_of, spacing_mm=cache.preprocessing.spacing_mm))
 
 
 def _table_of(folder: Path, scan: Scan) -> Path:

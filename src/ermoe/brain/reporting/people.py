@@ -36,7 +36,7 @@ from ermoe.errors import library
 _NAMED = 5
 """Scans that are named where many have the same flag."""
 _ALIKE = 5.0
-_FLAT = 0.5  # slope of a calibration, below which its ages are mostly stretched noise elsewhere
+_FLAT = 0.8  # slope of a calibration, below which its ages stretch what another scanner adds as well
 """Years within which all predictions of people of unknown ages are suspicious."""
 
 
