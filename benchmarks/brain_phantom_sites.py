@@ -3,7 +3,7 @@
 The tissue ridge is given the phantoms' own tissue maps, which are the truth they were made from; everything else reads
 the T1 alone.
 
-    python benchmarks/brain_phantom_sites.py [--presets small-ermoe medium-ermoe] [--subjects 240] [--seeds 0 1 2]
+    python benchmarks/brain_phantom_sites.py [--presets medium-ermoe] [--subjects 240] [--seeds 0 1 2]
 
 A queue that resumes: a line a run in benchmarks/results/brain_phantom_sites.jsonl.
 """
@@ -39,7 +39,7 @@ class Options:
     out: Path = RESULTS
     runs: Path = Path("runs/brain-phantom-sites")
     cache: Path | None = None
-    presets: tuple[str, ...] = ("small-ermoe", "medium-ermoe")
+    presets: tuple[str, ...] = ("medium-ermoe",)
     subjects: int = 240
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the networks."""

@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import brain_ixi50
+import brain_phantom_sites
 import brain_regions
 import brain_sites
 import expert_findings
@@ -271,6 +272,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-sites-left-out": lambda: brain_sites.left_out_table(lines_of("brain_sites")),
     "brain-sites-pairs": lambda: brain_sites.together_table(lines_of("brain_sites"), ["ermoe"]),
     "brain-sites": lambda: brain_sites.transfer_table(lines_of("brain_sites")),
+    "brain-phantom-sites": lambda: brain_phantom_sites.table(lines_of("brain_phantom_sites")),
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
