@@ -197,6 +197,10 @@ class Predict:
             model = BrainAgeModel.load(self.model, compute.device)
             model = model if self.own_ridges else replace(model, own_ridges={})
             model = replace(model, parts={}) if self.other_people else model
+            if self.out is not None:
+                from ermoe.brain.reporting.derivative import refuse_foreign
+
+                refuse_foreign(self.out, model.name)  # before anybody waits
             if model.recalibration is not None:
                 say(console, f"{self.model} was {model.recalibration.in_words()} (column brain_age_recalibrated)")
             cohort = open_scans(self.scans, self.cohort)
@@ -239,6 +243,8 @@ class App:
     """participant: a folder and a page a person. group: one table, report.html, and logs/CITATION.md to paste."""
     model: Path
     """A run folder of `ermoe brain train`, or the model folder in it."""
+    other_people: bool = False
+    """These are other people than those of the training set, though some may share their ids."""
     cohort: CohortOptions = field(default_factory=CohortOptions)
     machine: Machine = field(default_factory=_few_cores)
     work_dir: Annotated[Path | None, tyro.conf.arg(aliases=["-w"])] = None
@@ -256,6 +262,8 @@ class App:
         failed = 0
         with self.machine.started(console) as compute:
             predictor = Predictor.at(self.model, self.work_dir, compute)
+            if self.other_people:
+                predictor = replace(predictor, model=replace(predictor.model, parts={}))
             cohort = open_scans([str(self.bids_dir)], self.cohort)
             for note in (*cohort.notes, *cohort.problems):
                 say(console, note)

@@ -153,11 +153,12 @@ class BrainAgeModel:
             return None
         return self.head.interval(self.head.probability(output_FBK, self.temperature).mean(0))
 
-    def name(self, folder: Path) -> str:
-        """What tells it from other models: its folder, and a fingerprint of all that is not a network's weight."""
+    @property
+    def name(self) -> str:
+        """What tells it from other models, wherever it lies: a fingerprint of what it says of itself."""
         plain = {field.name: to_json(getattr(self, field.name)) for field in fields(self) if field.name in _TELLING}
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:10]
-        return f"the model {folder.name} ({digest})"
+        return f"model {digest}"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes everything; the description last, so that a folder that has one is complete."""

@@ -70,7 +70,7 @@ class Predictor:
         from ermoe.brain.reporting.derivative import refuse_foreign, write_table
         from ermoe.brain.reporting.methods import paragraph
 
-        refuse_foreign(folder, self.model.name(self.place))
+        refuse_foreign(folder, self.model.name)
         done = [scan for scan in scans if _table_of(folder, scan).is_file()]
         if not done:
             raise UserError(f"{folder} holds no predictions of these people: run the level participant first")
@@ -85,7 +85,7 @@ class Predictor:
 
         readme = f"Predictions of {number} scans by the model {self.place.name}, in {_TABLE}."
         source = None if data is None else str(data)
-        describe(folder, name="Brain age predictions", data=source, readme=readme, by=self.model.name(self.place))
+        describe(folder, name="Brain age predictions", data=source, readme=readme, by=self.model.name)
 
     def _report(self, folder: Path, scans: Sequence[Scan], rows: Sequence[Prediction], command: str) -> Path:
         from ermoe.brain.reporting.people import Judged, report_of_people

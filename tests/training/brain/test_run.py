@@ -395,7 +395,10 @@ def test_predictions_of_one_model_are_not_gathered_by_another(finished, cohort_r
     options = ["-w", str(cache), "--participant-label", person]
     assert main([*command, "participant", "--model", str(finished), *options]) == 0
     assert main([*command, "group", "--model", str(other), *options]) == 2
-    assert re.search(r"holds predictions by the model .*, this is the model other", capsys.readouterr().err)
+    known, own = re.search(
+        r"holds predictions by (model \w+), this is (model \w+): name", capsys.readouterr().err
+    ).groups()
+    assert (known, own) == (model.name, BrainAgeModel.load(other).name)
     assert main([*command, "group", "--model", str(finished), *options, "nobody"]) == 2
     assert "there is no T1w scan of sub-nobody: check the labels" in capsys.readouterr().err
 

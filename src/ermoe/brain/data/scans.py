@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -287,7 +288,7 @@ class CohortOptions:
     def as_typed(self) -> str:
         """Whom they select, as on a command line, with a space before it."""
         asked = {"--participant-label": self.participants, "--exclude": self.exclude, "--where": self.where}
-        return "".join(f" {name} {' '.join(values)}" for name, values in asked.items() if values)
+        return "".join(f" {name} {shlex.join(values)}" for name, values in asked.items() if values)
 
     def wants(self, participant_id: str) -> bool:
         """Whether a person is to be read."""

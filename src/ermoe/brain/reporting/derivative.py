@@ -67,8 +67,9 @@ def refuse_foreign(folder: Path, by: str | None = None) -> None:
     """A `UserError` where a folder holds a data set, or texts, that were not written here, or not by this model."""
     path = folder / _DESCRIPTION
     if path.is_file():
-        maker = next(iter(read_object(path, "name another folder").get("GeneratedBy") or [{}]))
-        if not isinstance(maker, dict) or maker.get("Name") != _PIPELINE:
+        makers = read_object(path, "name another folder").get("GeneratedBy")
+        maker = makers[0] if isinstance(makers, list) and makers and isinstance(makers[0], dict) else {}
+        if maker.get("Name") != _PIPELINE:
             raise UserError(f"{folder} is a data set of its own, which results would overwrite: name another folder")
         if by is not None and (known := maker.get("Description")) not in (None, by):
             raise UserError(f"{folder} holds predictions by {known}, this is {by}: name that model or another folder")
