@@ -15,6 +15,7 @@ wants an idle machine: models of the other rows, in turns, 8 photographs at once
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +101,7 @@ def slimmed(
     **given: Any,
 ) -> dict[str, Any]:
     """A slim model, judged by the other split; or by what was held out of training, as rates are tuned."""
+    _take_fit(options.cache, name)
     found = slim(
         bench.dense,
         bench.varied(),
@@ -115,6 +117,15 @@ def slimmed(
         return {"agreement": found.agreement, "divergence": found.divergence}
     ermoe.save(found.model, options.cache / name / "model")
     return {**bench.judged(found.model), "layers": found.as_json()["layers"]}
+
+
+def _take_fit(cache: Path, name: str) -> None:
+    """Rows that differ only in how they learn start from one and the same fit, which takes minutes."""
+    kind = name.rpartition("-")[0]
+    twins = [f"{kind}-{rate:g}" for rate in RATES] if name.startswith("tune-") else [f"{name}-fitted"]
+    done = [cache / twin / "fitted" for twin in twins if (cache / twin / "fitted" / "fits.json").exists()]
+    if done and not (cache / name / "fitted").exists():
+        shutil.copytree(done[0], cache / name / "fitted")
 
 
 def tuned(bench: Photographs, options: Options, name: str, **given: Any) -> dict[str, Any]:

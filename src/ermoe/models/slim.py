@@ -12,19 +12,22 @@ Letters: T tokens, D model width, N tokens of an image.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.files import StrPath
+from ermoe.files import StrPath, from_json, read_object, write_json
 from ermoe.models.backbones import SparseBlock, family_of
 from ermoe.models.clusters import GroupFit, errors_by_groups
 from ermoe.models.count import count
 from ermoe.models.fitting import errors_of_ranks, errors_of_widths
+from ermoe.models.io import load, save
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
@@ -35,6 +38,7 @@ from ermoe.train.loader import Loader
 
 _STEPS = 16  # widths are multiples of a sixteenth of the dense one
 _TOKENS_TO_CHOOSE = 32_768
+_FITS = "fits.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def slim(
         calibration: batches by which widths are chosen and to which experts are fitted; by default ``batches``, which
             may be augmented where these are not.
         held_out: other batches, on which the two are compared; by default the first few of ``batches``.
-        folder: where checkpoints go, so that learning which was stopped goes on.
+        folder: where fitted experts and checkpoints go, so that a run which was stopped goes on.
         compute: device, processes and console.
         seed: of the groups.
         distillation: options of `ermoe.distill`; ``layer_epochs=0, epochs=0`` leaves experts as they were fitted.
@@ -159,9 +163,25 @@ def slim(
         if isinstance(batches, Loader):
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
+    choice: dict[str, Any] = {"budget": budget, "num_experts": num_experts, "cut": cut, "seed": seed}
+    place = None if folder is None else Path(folder) / "fitted"
+    slimmed = None if place is None else _kept(place, model, choice)
+    if slimmed is None:
+        slimmed = fit_slim(model, calibration, **choice)
+        if place is not None:
+            _keep(place, slimmed, model, choice)
+    given: dict[str, Any] = {"calibration": calibration, "held_out": held_out, "folder": folder, "compute": compute}
+    figures = distill(slimmed, model, batches, seed=seed, **given, **distillation)
+    return _described(slimmed, model, figures)
+
+
+def fit_slim(
+    model: nn.Module, calibration: Iterable[Any], *, budget: float, num_experts: int, cut: str, seed: int
+) -> nn.Module:
+    """The slim model before it has learned: sizes chosen, experts fitted to groups of tokens."""
     sizes = choose_sizes(model, calibration, budget, num_experts, cut)
     kept = [size.kept for size in sizes.values()]
-    slimmed = upcycle(
+    return upcycle(
         model,
         blocks=list(sizes),
         num_experts=[size.num_experts for size in sizes.values()],
@@ -173,9 +193,39 @@ def slim(
         calibration=calibration,
         generator=torch.Generator().manual_seed(seed),
     )
-    given: dict[str, Any] = {"calibration": calibration, "held_out": held_out, "folder": folder, "compute": compute}
-    figures = distill(slimmed, model, batches, seed=seed, **given, **distillation)
-    return _described(slimmed, model, figures)
+
+
+def _keep(place: Path, slimmed: nn.Module, model: nn.Module, choice: dict[str, Any]) -> None:
+    """Fitting takes minutes: a run that was stopped goes on from here. What it is about is written last."""
+    try:
+        save(slimmed, place)
+    except UserError:  # a class of one's own, which no file can name, is fitted anew
+        return
+    backbone: Any = family_of(slimmed).backbone(slimmed)
+    fits = {name: asdict(fit) for name, fit in backbone.group_fits.items()}
+    write_json(place / _FITS, {"choice": choice, "model": _digest(model), "fits": fits})
+
+
+def _kept(place: Path, model: nn.Module, choice: dict[str, Any]) -> nn.Module | None:
+    """What was fitted to this model with the same choice before, if anything was."""
+    if not (place / _FITS).exists():
+        return None
+    about = read_object(place / _FITS, "remove its folder to fit anew")
+    if about.get("choice") != choice or about.get("model") != _digest(model):
+        return None
+    slimmed = load(place, device=next(model.parameters()).device)
+    backbone: Any = family_of(slimmed).backbone(slimmed)
+    backbone.group_fits = {name: from_json(GroupFit, fit, where=str(place)) for name, fit in about["fits"].items()}
+    return slimmed
+
+
+def _digest(model: nn.Module) -> str:
+    """Tells the weights of one model from those of another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Slimmed:

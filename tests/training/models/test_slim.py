@@ -55,6 +55,28 @@ def test_the_report_says_what_was_done(slimmed):
     assert json.loads(json.dumps(slimmed.as_json()))["share"] == slimmed.share
 
 
+def test_what_was_fitted_is_not_fitted_again(dense, batches, tmp_path, monkeypatch):
+    options = {"num_experts": 2, "folder": tmp_path, "layer_epochs": 0, "epochs": 0}
+    first = ermoe.slim(dense, batches, **options)
+    other = copy.deepcopy(dense)
+    torch.nn.init.normal_(other.head.bias)
+
+    def refuse(*_, **__):
+        raise AssertionError("fitted again")
+
+    monkeypatch.setattr("ermoe.models.slim.fit_slim", refuse)
+    again = ermoe.slim(dense, batches, **options)
+    assert again.layers == first.layers
+    assert again.agreement == first.agreement
+    image = batches[0]
+    assert torch.equal(again.model(image), first.model(image))
+    for changed in ({"budget": 0.7}, {"seed": 1}):
+        with pytest.raises(AssertionError, match="fitted again"):
+            ermoe.slim(dense, batches, **options, **changed)
+    with pytest.raises(AssertionError, match="fitted again"):
+        ermoe.slim(other, batches, **options)
+
+
 def test_a_smaller_budget_means_narrower_experts(dense, batches, slimmed):
     tight = ermoe.slim(dense, batches[:3], budget=0.6, num_experts=3, held_out=batches[3:], layer_epochs=0, epochs=0)
     assert tight.share <= 0.6
