@@ -93,7 +93,7 @@ def bars() -> Table:
     words = {True: "held", False: "**missed**"}
     rows = [
         [bar["name"], f"{bar['value']:.3f}", f"≤ {bar['limit']:.2f}", words[bar["holds"]], f"`{name}`"]
-        for name in ("layer", "routing", "model", "scaling", "data", "scale")
+        for name in ("layer", "parts", "routing", "model", "scaling", "data", "scale")
         for bar in figures.figures_of_benchmark(name)["bars"]
     ]
     return Table(["ratio", "measured", "bar", "", "benchmark"], rows)

@@ -64,17 +64,21 @@ class EigenLinear(nn.Module):
     def forward(self, x: Tensor | None, ops: Products | None) -> Tensor:
         """((x U) · s) Vᵀ + b, or x W + b where so many rows share an expert that building W first is cheaper.
 
-        A graph in a file takes any number of rows, so none decides there. Without rows it is U: what wraps this module
+        Between the two, s goes into the shorter basis, where it takes fewer multiplications than with every row. A
+        graph in a file takes any number of rows, so none decides there. Without rows it is U: what wraps this module
         to change a parameter, as adapters do, changes it in here alone.
         """
         if x is None or ops is None:
             return self.U
-        U, V = self.U, self.V  # once: adapters compute them anew whenever they are asked
+        U, s, V = self.U, self.s, self.V  # once: adapters compute them anew whenever they are asked
         (_, in_dim, rank), out_dim = U.shape, V.shape[1]
-        saved_per_row = rank * (in_dim + out_dim) - in_dim * out_dim
-        if not torch.compiler.is_exporting() and ops.rows_per_expert(x) * saved_per_row > in_dim * rank * out_dim:
-            return ops.merged(x, U, self.s, V, self.bias)
-        return ops.linear(ops.scale(ops.linear(x, U), self.s), V, self.bias, transposed=True)
+        rows = 0.0 if torch.compiler.is_exporting() else ops.rows_per_expert(x)
+        if rows * (rank * (in_dim + out_dim) - in_dim * out_dim) > in_dim * rank * out_dim:
+            return ops.merged(x, U, s, V, self.bias)
+        if rows > min(in_dim, out_dim):
+            left, right = (ops.scaled(U, s), V) if in_dim <= out_dim else (U, ops.scaled(V, s))
+            return ops.linear(ops.linear(x, left), right, self.bias, transposed=True)
+        return ops.linear(ops.scale(ops.linear(x, U), s), V, self.bias, transposed=True)
 
     @property
     def in_dim(self) -> int:
@@ -235,6 +239,8 @@ class Experts(nn.Module):
         """The same for the experts of this process alone."""
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
+        if x_AD.device.type == "cpu" and products.pays_to_pad(count_E, self.dim * self.size[0]):
+            return products.padded(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
 
     def alone(self, x_TD: Tensor) -> Tensor:

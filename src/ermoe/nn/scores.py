@@ -92,7 +92,8 @@ class _Cosine(torch.autograd.Function):
 
 def cosine(u: Tensor, v: Tensor) -> Tensor:
     """⟨u, v⟩ / (‖u‖ ‖v‖) over the last axis (Eq. 5); exactly 0, with zero gradient, where a vector vanishes."""
-    cos: Tensor = _Cosine.apply(u, v)[0]
+    # Without gradients it is only a function: what surrounds it takes as long as the arithmetic of a small layer.
+    cos, *_ = _Cosine.apply(u, v) if torch.is_grad_enabled() else _Cosine.forward(u, v)
     return cos
 
 

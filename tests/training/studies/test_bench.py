@@ -87,8 +87,9 @@ def test_routing_benchmark_reports_its_share():
 
 
 def test_parts_of_both_layers_beside_the_floor(monkeypatch):
-    monkeypatch.setattr(parts, "SHAPES", {"small": (SMALL, {"rank": 32})})
+    monkeypatch.setattr(parts, "SHAPES", {"small": (SMALL, {"rank": 32}), "slim": (SMALL, parts.SHAPES["slim"][1])})
     result = parts.run(rounds=2, threads=1)
+    assert [bar.limit for bar in result.bars] == [0.75]
     forward, training = ({row.name for row in result.tables[parts.table_of("small", name)]} for name in parts.PASSES)
     assert training - forward == {"ERMoE: penalty", "ERMoE: balance"}
     assert {"floor", "ERMoE: route", "ERMoE: of which context", "V-MoE: products", "V-MoE: fixed cost"} <= forward

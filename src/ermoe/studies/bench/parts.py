@@ -16,21 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ermoe.nn import Context, MoE, Routing, orthogonality_loss, update_balance
+from ermoe.models.calibrate import equal_load_offsets
+from ermoe.nn import Context, EigenMoE, MoE, Routing, TopKRouter, orthogonality_loss, update_balance
 from ermoe.nn.dispatch import Plan, combine, gather, plan
 from ermoe.nn.registry import build_layer
 from ermoe.nn.rivals.losses import auxiliary_loss
 from ermoe.nn.scores import EigenbasisScore, project, project_context
 from ermoe.studies.bench.measure import compare, inferring, take_turns
 from ermoe.studies.bench.peers import Shape, build, tokens
-from ermoe.studies.bench.result import Result
+from ermoe.studies.bench.result import Bar, Result
 
 SHAPES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "ViT-B": (Shape(), {"rank": 504, "route_rank": 56}),
     "DeiT-Ti": (Shape(dim=192, hidden_dim=768), {"rank": 128}),
+    "slim": (
+        Shape(dim=192, hidden_dim=768, top_k=1),
+        {"rank": 96, "score": "prototype", "routing_basis": "shared", "route_rank": 8},
+    ),
     "miniature": (Shape(images=100, tokens=17, dim=48, hidden_dim=192), {}),
 }
-"""The workloads, each with the ranks of its eigen experts."""
+"""The workloads, each with the options of its eigen layer. "slim" is what `ermoe.upcycle(init="clusters")` makes of
+DeiT-Ti; with one expert a token, its floor is one dense network."""
+_LIMITS = {"DeiT-Ti": 1.05, "slim": 0.75}  # of the forward pass over the floor
 PASSES = ("forward", "training")
 _ONLY_IN_TRAINING = ("penalty", "balance")
 
@@ -68,11 +75,16 @@ def run(*, rounds: int, threads: int) -> Result:
     capability = torch.backends.cpu.get_cpu_capability()
     settings = {"rounds": rounds, "threads": threads, "dtype": "float32", "instructions": capability}
     result = Result("parts", settings, reference="floor")
-    for size, (shape, ranks) in SHAPES.items():
-        parts = parts_of(shape, ranks)
+    for size, (shape, options) in SHAPES.items():
+        parts = parts_of(shape, options)
         for name in PASSES:
             work = {part: getattr(own, name)() for part, own in parts.items() if _belongs(part, name)}
             result.tables[table_of(size, name)] = compare(take_turns(work, rounds=rounds), "floor")
+    result.bars = [
+        Bar(f"forward, ERMoE / floor at the size of {size}", result.ratio(table_of(size, "forward"), "ERMoE"), limit)
+        for size, limit in _LIMITS.items()
+        if size in SHAPES
+    ]
     return result
 
 
@@ -85,22 +97,32 @@ def table_of(size: str, name: str) -> str:
     return f"{size}, {name}"
 
 
-def parts_of(shape: Shape, ranks: dict[str, Any]) -> dict[str, Part]:
+def parts_of(shape: Shape, options: dict[str, Any]) -> dict[str, Part]:
     """The floor, and each layer with its parts, by name."""
     torch.manual_seed(0)
     x, context = tokens(shape)
     floor = build("floor", shape)
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k}
     layers = {
-        "ERMoE": build_layer("eigen", shape.dim, shape.hidden_dim, **sizes, **ranks),
+        "ERMoE": build_layer("eigen", shape.dim, shape.hidden_dim, **sizes, **options),
         "V-MoE": build_layer("v-moe", shape.dim, shape.hidden_dim, **sizes, capacity_factor=None),
     }
     found = {"floor": Part(floor, (x,), floor)}
     for name, layer in layers.items():
         assert isinstance(layer, MoE)
+        _settle(layer, x, context)
         found[name] = Part(_whole(layer), (x, context.alpha_GSS), layer)
         found |= {f"{name}: {part}": own for part, own in _parts_of_layer(layer, x, context).items()}
     return found
+
+
+@torch.no_grad()
+def _settle(layer: MoE, x: Tensor, context: Context) -> None:
+    """Equal loads, as offsets have them in use; those of random bases are not."""
+    if isinstance(layer.router, TopKRouter) and layer.router.balance is not None:
+        score_TE = layer.route(x, context).score_TE
+        assert score_TE is not None
+        layer.router.balance.offset_E.copy_(equal_load_offsets(score_TE, layer.router.top_k))
 
 
 def _belongs(part: str, pass_name: str) -> bool:
@@ -142,8 +164,9 @@ def _parts_of_layer(layer: MoE, x: Tensor, context: Context) -> dict[str, Part]:
         assert basis_EDr is not None
         basis_EDr = basis_EDr.detach()
         seen = partial(_context, x_TD, basis_EDr)
+        found["of which context"] = Part(seen, (alpha, project(x_TD, basis_EDr)), layer.router)
+    if isinstance(layer, EigenMoE):
         found |= {
-            "of which context": Part(seen, (alpha, project(x_TD, basis_EDr)), layer.router),
             "penalty": Part(lambda _: orthogonality_loss(layer), (x_TD[:1],), layer.experts),
             "balance": Part(partial(_balance, layer, routing), (x_TD[:1],), layer.router),
         }

@@ -1,5 +1,7 @@
 """All ways to do the sorted products give the same numbers, forwards and backwards."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -21,16 +23,23 @@ def gradients(experts, x, y):
 
 @pytest.mark.parametrize("counts", [[4, 3, 2, 6, 5], [0, 20, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 19]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_grouped_products_equal_one_expert_at_a_time(kind, counts):
+@pytest.mark.parametrize("way", ["grouped", "padded"])
+def test_all_experts_at_once_equal_one_expert_at_a_time(way, kind, counts):
     torch.manual_seed(0)
     experts = KINDS[kind]()
     x = torch.randn(sum(counts), 16, requires_grad=True)
     count_E = torch.tensor(counts)
     at_a_time = products.expert_at_a_time(experts.expert, x, count_E)
-    grouped = products.grouped(experts.expert, x, count_E)
-    torch.testing.assert_close(grouped, at_a_time, rtol=0, atol=1e-5)
-    for fast, slow in zip(gradients(experts, x, grouped), gradients(experts, x, at_a_time), strict=True):
+    at_once = getattr(products, way)(experts.expert, x, count_E)
+    torch.testing.assert_close(at_once, at_a_time, rtol=0, atol=1e-5)
+    for fast, slow in zip(gradients(experts, x, at_once), gradients(experts, x, at_a_time), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+
+
+def test_small_experts_of_about_equal_load_are_padded():
+    assert products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 48 * 192)
+    assert not products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 192 * 768)  # large ones fill the cores alone
+    assert not products.pays_to_pad(torch.tensor([400, 800, 10, 460]), 48 * 192)  # half of it would be padding
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +76,7 @@ def test_grouped_products_refuse_what_the_kernel_cannot_take():
 
 
 @pytest.mark.parametrize("rows", [10, 2000])
-@pytest.mark.parametrize("way", ["expert_at_a_time", "grouped", "every_expert"])
+@pytest.mark.parametrize("way", ["expert_at_a_time", "padded", "grouped", "every_expert"])
 def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monkeypatch):
     """At full rank, R (I + O) > I O: with enough rows it pays to build W = U diag(s) Vᵀ."""
     torch.manual_seed(0)
@@ -88,6 +97,23 @@ def test_many_rows_meet_a_merged_weight_and_get_the_same_numbers(way, rows, monk
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
     for fast, slow in zip(gradients_of_it, gradients(experts, x, expected), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["expert_at_a_time", "padded", "grouped"])
+def test_singular_values_go_with_the_rows_or_into_a_basis(way):
+    torch.manual_seed(0)
+    experts = build_experts(16, 32, num_experts=2, rank=8, experts="eigen")
+    nn.init.uniform_(experts.up.s)
+    nn.init.uniform_(experts.down.s)
+    x = torch.randn(80, 16, requires_grad=True)
+    run = partial(getattr(products, way), experts.expert)
+    whole = run(x, torch.tensor([40, 40]))  # more rows than a basis has
+    halves = [torch.cat([x[first : first + 10], x[40 + first : 50 + first]]) for first in (0, 10, 20, 30)]
+    parts = [run(part, torch.tensor([10, 10])) for part in halves]
+    few = torch.cat([part[:10] for part in parts] + [part[10:] for part in parts])
+    torch.testing.assert_close(whole, few, rtol=0, atol=1e-5)
+    for fast, slow in zip(gradients(experts, x, whole), gradients(experts, x, few), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
