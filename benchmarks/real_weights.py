@@ -141,7 +141,7 @@ def cut_by_svd(bench: Photographs, options: Options, name: str, budget: float) -
     """Every network cut to one rank by its singular values, whatever its inputs are."""
     family = family_of(bench.dense)
     ffn = family.ffn(family.blocks(bench.dense)[0][1])
-    saved = (1 - budget) * ermoe.count(bench.dense).multiply_adds.total / (2 * family.num_tokens(bench.dense))
+    saved = (1 - budget) * ermoe.count(bench.dense).multiply_adds.total / family.num_tokens(bench.dense)
     entries = 2 * ffn.dim * ffn.hidden_dim - saved / len(family.blocks(bench.dense))
     rank = int(entries / (2 * (ffn.dim + ffn.hidden_dim)))
     return bench.judged(ermoe.upcycle(bench.dense, blocks="all", num_experts=1, top_k=1, rank=rank))

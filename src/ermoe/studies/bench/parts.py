@@ -8,6 +8,7 @@ Letters: E experts, K experts per token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,7 +112,7 @@ def parts_of(shape: Shape, options: dict[str, Any]) -> dict[str, Part]:
     for name, layer in layers.items():
         assert isinstance(layer, MoE)
         _settle(layer, x, context)
-        found[name] = Part(_whole(layer), (x, context.alpha_GSS), layer)
+        found[name] = _whole(layer, x, context.alpha_GSS)
         found |= {f"{name}: {part}": own for part, own in _parts_of_layer(layer, x, context).items()}
     return found
 
@@ -129,8 +130,9 @@ def _belongs(part: str, pass_name: str) -> bool:
     return pass_name == "training" or not part.endswith(_ONLY_IN_TRAINING)
 
 
-def _whole(layer: MoE) -> Callable[[Tensor, Tensor], Tensor]:
-    """The layer with all that a training step asks of it."""
+def _whole(layer: MoE, x: Tensor, alpha: Tensor) -> Part:
+    """The layer with all that a training step asks of it; a copy, for its offsets move with every step."""
+    layer = copy.deepcopy(layer)
 
     def work(x: Tensor, alpha: Tensor) -> Tensor:
         y: Tensor = layer(x, Context(alpha))
@@ -140,7 +142,7 @@ def _whole(layer: MoE) -> Callable[[Tensor, Tensor], Tensor]:
         update_balance(layer)
         return total
 
-    return work
+    return Part(work, (x, alpha), layer)
 
 
 def _parts_of_layer(layer: MoE, x: Tensor, context: Context) -> dict[str, Part]:
@@ -157,7 +159,7 @@ def _parts_of_layer(layer: MoE, x: Tensor, context: Context) -> dict[str, Part]:
         "gather": Part(lambda x_TD: gather(x_TD, pairs), (x_TD,), layer.router),
         "products": Part(lambda rows_AD: layer.experts(rows_AD, pairs.count_E), (rows_AD,), layer.experts),
         "combine": Part(partial(_combined, pairs), (y_AD, pairs.weight_A), layer.router),
-        "fixed cost": Part(_whole(layer), (x[:1, :few], alpha[:1, :few, :few]), layer),
+        "fixed cost": _whole(layer, x[:1, :few], alpha[:1, :few, :few]),
     }
     if isinstance(layer.score, EigenbasisScore):
         basis_EDr = layer.score.routing_basis(layer.experts.token_basis)
@@ -168,7 +170,7 @@ def _parts_of_layer(layer: MoE, x: Tensor, context: Context) -> dict[str, Part]:
     if isinstance(layer, EigenMoE):
         found |= {
             "penalty": Part(lambda _: orthogonality_loss(layer), (x_TD[:1],), layer.experts),
-            "balance": Part(partial(_balance, layer, routing), (x_TD[:1],), layer.router),
+            "balance": Part(partial(_balance, copy.deepcopy(layer), routing), (x_TD[:1],), layer.router),
         }
     return found
 
