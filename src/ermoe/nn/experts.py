@@ -239,7 +239,7 @@ class Experts(nn.Module):
         """The same for the experts of this process alone."""
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
-        if x_AD.device.type == "cpu" and products.pays_to_pad(count_E, self.dim * self.size[0]):
+        if x_AD.device.type == "cpu" and products.pays_to_pad(count_E, self.size[0]):
             return products.padded(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
 

@@ -37,9 +37,9 @@ def test_all_experts_at_once_equal_one_expert_at_a_time(way, kind, counts):
 
 
 def test_small_experts_of_about_equal_load_are_padded():
-    assert products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 48 * 192)
-    assert not products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 192 * 768)  # large ones fill the cores alone
-    assert not products.pays_to_pad(torch.tensor([400, 800, 10, 460]), 48 * 192)  # half of it would be padding
+    assert products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 192)
+    assert not products.pays_to_pad(torch.tensor([400, 450, 380, 440]), 768)  # together they leave the cache
+    assert not products.pays_to_pad(torch.tensor([400, 800, 10, 460]), 192)  # half of it would be padding
 
 
 @pytest.mark.parametrize("kind", KINDS)
