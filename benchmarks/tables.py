@@ -89,14 +89,21 @@ def cifar10() -> Table:
 
 
 def bars() -> Table:
-    """Every promise of the benchmarks, held or missed."""
+    """Every promise of the benchmarks, held or missed; those that depend on vector instructions, for each of them."""
     words = {True: "held", False: "**missed**"}
+    last = {(record["name"], record["settings"].get("instructions")): record for record in lines_of("bench")}
     rows = [
-        [bar["name"], f"{bar['value']:.3f}", f"≤ {bar['limit']:.2f}", words[bar["holds"]], f"`{name}`"]
+        [bar["name"], f"{bar['value']:.3f}", f"≤ {bar['limit']:.2f}", words[bar["holds"]], _named(*own)]
         for name in ("layer", "parts", "routing", "model", "scaling", "data", "scale")
-        for bar in figures.figures_of_benchmark(name)["bars"]
+        for own, record in last.items()
+        if own[0] == name
+        for bar in record["figures"]["bars"]
     ]
     return Table(["ratio", "measured", "bar", "", "benchmark"], rows)
+
+
+def _named(benchmark: str, instructions: str | None) -> str:
+    return f"`{benchmark}`" + ("" if instructions is None else f", {instructions.replace('AVX512', 'AVX-512')}")
 
 
 def parts(instructions: str) -> Table:

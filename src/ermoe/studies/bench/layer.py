@@ -56,7 +56,9 @@ def build_work(name: str, shape: Shape, routing: str, backward: bool, threads: i
 
 def beside_peers(shape: Shape, *, rounds: int, threads: list[int], routings: list[str], memory: bool) -> Result:
     """All candidates, forward and forward+backward, for each number of threads and each kind of routing."""
-    result = Result("layer", {"shape": repr(shape), "rounds": rounds, "dtype": "float32"}, reference="floor")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    settings = {"shape": repr(shape), "rounds": rounds, "dtype": "float32", "instructions": instructions}
+    result = Result("layer", settings, reference="floor")
     for count in threads:
         torch.set_num_threads(count)
         for routing in routings:
