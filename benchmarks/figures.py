@@ -45,6 +45,19 @@ def beside_v_moe(image_size: int) -> str:
     return f"{own / (2 * top_k * tokens * dim * hidden + tokens * dim * experts):.2f}"
 
 
+def beside_floor(rank: int, top_k: int, columns: int, averaged: int) -> str:
+    """Multiply-adds of a layer of DeiT-Ti over its floor: ``columns`` route, of ``averaged`` of which is a context."""
+    tokens, dim, hidden = 197, 192, 768
+    own = 2 * top_k * rank * (dim + hidden) + dim * columns + tokens * averaged
+    return f"{own / (2 * top_k * dim * hidden):.2f}"
+
+
+def routing_beside_v_moe(columns: int) -> str:
+    """Multiply-adds of routing with its context over those of V-MoE's layer, both of ViT-B."""
+    tokens, dim, hidden, top_k, experts = 197, 768, 3072, 2, 8
+    return f"{(dim * columns + tokens * columns) / (2 * top_k * dim * hidden + dim * experts):.2f}"
+
+
 @cache
 def ways_of_b16() -> list[Way]:
     """A ViT-B/16 made sparse in every way, counted."""
@@ -80,6 +93,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ranking-matrix": lambda: figure("retrieval_ranking", "matrix_megabytes", times=1e-3),
     "layer-balanced": lambda: ratio("layer", "forward, balanced, 2 threads", "ermoe R=504 r=56"),
     "layer-collapsed": lambda: ratio("layer", "forward, collapsed, 2 threads", "ermoe R=504 r=56"),
+    "deit-by-operations": lambda: beside_floor(rank=128, top_k=2, columns=128, averaged=128),
+    "slim-by-operations": lambda: beside_floor(rank=96, top_k=1, columns=8, averaged=0),
+    "merged-by-operations": lambda: routing_beside_v_moe(8 * 96),
     "memory-ermoe": lambda: figure("model", "figures", "peak memory MB beyond parameters, ermoe paper-b16"),
     "memory-v-moe": lambda: figure("model", "figures", "peak memory MB beyond parameters, V-MoE"),
     "rank-504-moves": lambda: figure("upcycle_vit_b16", "eigen, rank 504", "relative_difference", style=".1f"),
