@@ -260,6 +260,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
     "routers-layer": routers_layer,
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
+    "real-weights-rates": lambda: real_weights.tuning_table(lines_of("real_weights")),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
     "upcycle-cifar10-pairs": lambda: upcycle_cifar10.pairs(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
