@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ermoe.models.clusters import GroupFit, errors_by_groups
 from ermoe.models.count import count
 from ermoe.models.fitting import errors_of_ranks, errors_of_widths
 from ermoe.models.io import load, save
+from ermoe.models.passes import images_of
 from ermoe.models.tokens import Tokens, sample_tokens
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
@@ -164,12 +167,10 @@ def slim(
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
     choice: dict[str, Any] = {"budget": budget, "num_experts": num_experts, "cut": cut, "seed": seed}
-    place = None if folder is None else Path(folder) / "fitted"
-    slimmed = None if place is None else _kept(place, model, choice)
-    if slimmed is None:
+    if folder is None:
         slimmed = fit_slim(model, calibration, **choice)
-        if place is not None:
-            _keep(place, slimmed, model, choice)
+    else:
+        slimmed = _fitted_once(Path(folder) / "fitted", model, calibration, choice)
     given: dict[str, Any] = {"calibration": calibration, "held_out": held_out, "folder": folder, "compute": compute}
     figures = distill(slimmed, model, batches, seed=seed, **given, **distillation)
     return _described(slimmed, model, figures)
@@ -195,46 +196,48 @@ def fit_slim(
     )
 
 
-def _keep(place: Path, slimmed: nn.Module, model: nn.Module, choice: dict[str, Any]) -> None:
-    """Fitting takes minutes: a run that was stopped goes on from here. What it is about is written last."""
-    try:
+def _fitted_once(place: Path, model: nn.Module, calibration: Iterable[Any], choice: dict[str, Any]) -> nn.Module:
+    """What `fit_slim` makes, which takes minutes; kept in ``place``, so that a run which was stopped goes on from it.
+
+    It is known by the choice, the dense weights and the first images.
+    """
+    first = [images_of(batch) for batch in islice(calibration, 1)]
+    origin = {**choice, "model": _digest(model.state_dict().values()), "images": _digest(first)}
+    if (place / _FITS).exists():
+        about = read_object(place / _FITS, "remove its folder to fit anew")
+        if about.get("origin") == origin:
+            slimmed = load(place, device=next(model.parameters()).device)
+            kept = {name: from_json(GroupFit, fit, where=str(place)) for name, fit in about["fits"].items()}
+            _backbone(slimmed).group_fits = kept
+            return slimmed
+    slimmed = fit_slim(model, calibration, **choice)
+    with suppress(UserError):  # a class of one's own, which no file can name, is fitted anew
         save(slimmed, place)
-    except UserError:  # a class of one's own, which no file can name, is fitted anew
-        return
-    backbone: Any = family_of(slimmed).backbone(slimmed)
-    fits = {name: asdict(fit) for name, fit in backbone.group_fits.items()}
-    write_json(place / _FITS, {"choice": choice, "model": _digest(model), "fits": fits})
-
-
-def _kept(place: Path, model: nn.Module, choice: dict[str, Any]) -> nn.Module | None:
-    """What was fitted to this model with the same choice before, if anything was."""
-    if not (place / _FITS).exists():
-        return None
-    about = read_object(place / _FITS, "remove its folder to fit anew")
-    if about.get("choice") != choice or about.get("model") != _digest(model):
-        return None
-    slimmed = load(place, device=next(model.parameters()).device)
-    backbone: Any = family_of(slimmed).backbone(slimmed)
-    backbone.group_fits = {name: from_json(GroupFit, fit, where=str(place)) for name, fit in about["fits"].items()}
+        fits = {name: asdict(fit) for name, fit in _backbone(slimmed).group_fits.items()}
+        write_json(place / _FITS, {"origin": origin, "fits": fits})
     return slimmed
 
 
-def _digest(model: nn.Module) -> str:
-    """Tells the weights of one model from those of another."""
+def _backbone(model: nn.Module) -> Any:
+    return family_of(model).backbone(model)
+
+
+def _digest(tensors: Iterable[Any]) -> str:
+    """Tells weights, or images, from others."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in model.state_dict().items():
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
-            digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Slimmed:
     dense, sparse = count(model), count(slimmed)
     family, mixtures = family_of(model), moe_layers(slimmed)
-    backbone: Any = family.backbone(slimmed)
     networks = {name: family.ffn(block) for name, block in family.blocks(model)}
     layers = tuple(
-        _layer(name, mixtures[f"{name}.mlp"], networks[name], fit) for name, fit in backbone.group_fits.items()
+        _layer(name, mixtures[f"{name}.mlp"], networks[name], fit)
+        for name, fit in _backbone(slimmed).group_fits.items()
     )
     return Slimmed(
         slimmed,
