@@ -54,7 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one-low-rank": {"num_experts": 1, "cut": "rank"},
 }
 RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)
-WHOLE: dict[str, Any] = {"layer_epochs": 4, "epochs": 20}
+WHOLE: dict[str, Any] = {"layer_epochs": 4, "epochs": 12}
 SHORT: dict[str, Any] = {"layer_epochs": 2, "epochs": 5}
 BEST_RATES = {"slim": 1e-4, "one-narrow": 1e-4, "one-low-rank": 5e-5}
 """By `tune-…`."""
