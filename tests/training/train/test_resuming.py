@@ -46,7 +46,7 @@ def assert_bit_identical(found, expected):
 
 
 def test_a_run_killed_at_random_moments_ends_bit_identical(tmp_path):
-    kills = 2
+    kills = 4
     script = str(TESTS / "support" / "kill.py")
     done = subprocess.run(
         [sys.executable, script, str(kills), str(tmp_path)],
