@@ -46,7 +46,7 @@ def beside_v_moe(image_size: int) -> str:
 
 
 def beside_floor(rank: int, top_k: int, columns: int, averaged: int) -> str:
-    """Multiply-adds of a layer of DeiT-Ti over its floor; ``columns`` route, and ``averaged`` are averaged for a context."""
+    """Multiply-adds of a layer of DeiT-Ti over its floor: ``columns`` route, ``averaged`` have a context."""
     tokens, dim, hidden = 197, 192, 768
     own = 2 * top_k * rank * (dim + hidden) + dim * columns + tokens * averaged
     return f"{own / (2 * top_k * dim * hidden):.2f}"
