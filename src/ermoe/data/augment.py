@@ -101,7 +101,8 @@ class Transform:
         """Crops, shifts and flips images of one size, by looked-up numbers."""
         if self.augmentation.crop == "resized":
             height, width = image_BCHW.shape[-2:]
-            boxes = (resized_crop(height, width, number_K) for number_K in number_BK)
+            least = self.augmentation.least_area
+            boxes = (resized_crop(height, width, number_K, least) for number_K in number_BK)
             pairs, size = zip(image_BCHW, boxes, strict=True), [self.size, self.size]
             image_BCSS = torch.stack([_F.resized_crop(image, *box, size, **_SMOOTH) for image, box in pairs])
         else:
@@ -158,9 +159,11 @@ class Transform:
         )
 
 
-def resized_crop(height: int, width: int, number_K: NDArray[np.float64]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of 8 to 100 % of the area, of aspect 3/4 to 4/3; shrunk where it sticks out."""
-    area = height * width * (0.08 + 0.92 * number_K[0])
+def resized_crop(
+    height: int, width: int, number_K: NDArray[np.float64], least_area: float = 0.08
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of that share of the area or more, aspect 3/4 to 4/3; shrunk where it sticks out."""
+    area = height * width * (least_area + (1 - least_area) * number_K[0])
     aspect = math.exp(math.log(4 / 3) * (2 * number_K[1] - 1))
     crop_height = min(height, max(1, round(math.sqrt(area / aspect))))
     crop_width = min(width, max(1, round(math.sqrt(area * aspect))))

@@ -66,7 +66,7 @@ def fill_from_groups(
         raise UserError(f"calibration= has {len(tokens)} tokens for {experts.num_experts} experts: pass more images")
     tokens, choosing, judging = _parts(tokens)
     one = fitted(ffn, tokens, *experts.size)
-    expert_TK = group(tokens.x_TD, experts.num_experts, generator).unsqueeze(1)
+    expert_TK = Groups.of(tokens.x_TD, experts.num_experts, generator)(tokens.x_TD).unsqueeze(1)
     routes_by_experts = isinstance(layer.score, PrototypeScore) and layer.score.basis is None
     for _ in range(_ROUTER_ROUNDS if experts.num_experts > 1 else 0):
         if routes_by_experts:  # their bases follow from what they are fitted to
@@ -87,22 +87,34 @@ def _parts(tokens: Tokens) -> tuple[Tokens, Tokens, Tokens]:
     return tokens.where(number_T % _KEPT_APART != 0), tokens.where(number_T == 0), tokens.where(number_T == _KEPT_APART)
 
 
-def group(x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Tensor:
-    """The group of every token, (T,), by balanced k-means: offsets keep the groups equally large.
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Centres of groups of tokens, (E, D), with offsets (E,) that keep the groups equally large: balanced k-means.
 
     >>> x = torch.cat([torch.randn(100, 3), torch.randn(100, 3) + 9])
-    >>> group(x, 2, torch.Generator().manual_seed(0)).bincount().tolist()
+    >>> Groups.of(x, 2, torch.Generator().manual_seed(0))(x).bincount().tolist()
     [100, 100]
     """
-    drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
-    sample_TD = x_TD[drawn.to(x_TD.device)].float()
-    centre_ED = _spread_out(sample_TD, num_groups, generator)
-    for _ in range(_GROUPING_ROUNDS):
-        nearness_TE = _nearness(sample_TD, centre_ED)
-        offset_E = equal_load_offsets(nearness_TE, 1)
-        centre_ED = _means(sample_TD, (nearness_TE + offset_E).argmax(1), num_groups)
-    offset_E = equal_load_offsets(_nearness(sample_TD, centre_ED), 1)
-    return torch.cat([(_nearness(x, centre_ED) + offset_E).argmax(1) for x in x_TD.float().split(TOKENS_AT_ONCE)])
+
+    centre_ED: Tensor
+    offset_E: Tensor
+
+    @classmethod
+    def of(cls, x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Groups:
+        """Groups of tokens, found from a sample of them."""
+        drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
+        sample_TD = x_TD[drawn.to(x_TD.device)].float()
+        centre_ED = _spread_out(sample_TD, num_groups, generator)
+        for _ in range(_GROUPING_ROUNDS):
+            nearness_TE = _nearness(sample_TD, centre_ED)
+            offset_E = equal_load_offsets(nearness_TE, 1)
+            centre_ED = _means(sample_TD, (nearness_TE + offset_E).argmax(1), num_groups)
+        return cls(centre_ED, equal_load_offsets(_nearness(sample_TD, centre_ED), 1))
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """The group of every token, (T,)."""
+        near = (_nearness(x, self.centre_ED) + self.offset_E for x in x_TD.float().split(TOKENS_AT_ONCE))
+        return torch.cat([near_TE.argmax(1) for near_TE in near])
 
 
 def _spread_out(x_TD: Tensor, num_groups: int, generator: torch.Generator | None) -> Tensor:
@@ -236,7 +248,7 @@ def errors_by_groups(
     ffn: FFN, tokens: Tokens, num_experts: int, errors_of: Callable[[FFN, Tokens], list[float]]
 ) -> list[float]:
     """The mean over all tokens, by their cost, of what ``errors_of`` says of each group: a list, an error a size."""
-    group_T = group(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))
+    group_T = Groups.of(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))(tokens.x_TD)
     cost_T = tokens.by_cost().weight_T
     shares, errors = [], []
     for expert in range(num_experts):

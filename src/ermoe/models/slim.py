@@ -1,13 +1,8 @@
 """A sparse model that is faster than the dense one it came from: one expert a token, narrower than the dense network.
 
-Which blocks get experts, how many and how wide, is chosen by error per operation. The error of a width is known in
-closed form (`ermoe.models.fitting.errors_of_widths`), and so is, to second order, what it does to the answers. Widths
-shrink step by step, always where the answers change least for an operation saved, until the whole model is within its
-budget. A block whose tokens are better served by one network for all, such as a last one in which only class tokens
-count, gets that.
-The experts are fitted to groups of tokens, and the model learns its dense form's answers (`ermoe.distill`).
-
-Letters: T tokens, D model width, N tokens of an image.
+Which blocks get experts, how many and how wide, is chosen by what each size does to the answers for an operation saved
+(`ermoe.models.sizes`). The experts are fitted to groups of tokens (`ermoe.models.clusters`), and the model learns its
+dense form's answers (`ermoe.distill`).
 """
 
 from __future__ import annotations
@@ -25,13 +20,12 @@ from torch import nn
 
 from ermoe.errors import UserError
 from ermoe.files import StrPath, from_json, read_object, write_json
-from ermoe.models.backbones import SparseBlock, family_of
-from ermoe.models.clusters import GroupFit, errors_by_groups
+from ermoe.models.backbones import family_of
+from ermoe.models.clusters import GroupFit
 from ermoe.models.count import count
-from ermoe.models.fitting import errors_of_ranks, errors_of_widths
 from ermoe.models.io import load, save
 from ermoe.models.passes import images_of
-from ermoe.models.tokens import Tokens, sample_tokens
+from ermoe.models.sizes import Size, choose_sizes, entries_of
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.nn.ffn import FFN
@@ -39,8 +33,6 @@ from ermoe.train.compute import Compute
 from ermoe.train.distillation import distill
 from ermoe.train.loader import Loader
 
-_STEPS = 16  # widths are multiples of a sixteenth of the dense one
-_TOKENS_TO_CHOOSE = 32_768
 _FITS = "fits.json"
 
 
@@ -260,91 +252,9 @@ def _layer(name: str, layer: MixtureLayer, ffn: FFN, fit: GroupFit) -> SlimLayer
         width,
         rank,
         dense_width=ffn.hidden_dim,
-        operations=kept.entries(ffn, is_rank=rank is not None) / _entries(ffn),
-        parameters=sum(p.numel() for p in layer.parameters()) / _entries(ffn),
+        operations=kept.entries(ffn, is_rank=rank is not None) / entries_of(ffn),
+        parameters=sum(p.numel() for p in layer.parameters()) / entries_of(ffn),
         error=fit.error,
         one_expert_error=fit.one_expert_error,
         load_cv2=fit.load_cv2,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Of the experts of one block: how many there are, and the hidden width, or the rank, that each keeps."""
-
-    num_experts: int
-    kept: int
-
-    def entries(self, ffn: FFN, *, is_rank: bool) -> int:
-        """Entries of the matrices that a token meets, the router's among them: each is two operations."""
-        each = self.kept * (ffn.dim + ffn.hidden_dim if is_rank else ffn.dim)
-        routing = max(8, self.num_experts) * ffn.dim if self.num_experts > 1 else 0
-        return len(ffn.linears()) * each + routing
-
-
-def _entries(ffn: FFN) -> int:
-    return len(ffn.linears()) * ffn.dim * ffn.hidden_dim
-
-
-def choose_sizes(
-    model: nn.Module, calibration: Iterable[Any], budget: float, num_experts: int, cut: str = "width"
-) -> dict[int, Size]:
-    """The size of the experts of each block that gets some, by its index; the other blocks stay dense."""
-    family = family_of(model)
-    blocks = family.blocks(model)
-    if any(isinstance(block, SparseBlock) for _, block in blocks):
-        raise UserError("this model is sparse already: slim the dense one")
-    networks = {name: family.ffn(block) for name, block in blocks}
-    if cut == "width" and any(ffn.inner_norm is not None for ffn in networks.values()):
-        raise UserError(
-            "the networks of this model normalise their hidden layers, which fewer units change: cut='rank'"
-        )
-    taught = {name: (block, networks[name]) for name, block in blocks}
-    tokens = sample_tokens(model, taught, calibration, max_tokens=_TOKENS_TO_CHOOSE)
-    harm = {name: _harm(ffn, tokens.pop(name), num_experts, cut) for name, ffn in networks.items()}
-    to_save = (1 - budget) * count(model).multiply_adds.total / family.num_tokens(model)
-    chosen = _shrink(networks, harm, to_save, is_rank=cut == "rank")
-    return {index: size for index, (name, _) in enumerate(blocks) if (size := chosen[name]) is not None}
-
-
-def _harm(ffn: FFN, tokens: Tokens, num_experts: int, cut: str) -> dict[Size, float]:
-    """What the answers suffer, to second order, from experts of each size that may be chosen."""
-    whole, errors_of = (
-        (ffn.hidden_dim, errors_of_widths) if cut == "width" else (min(ffn.dim, ffn.hidden_dim), errors_of_ranks)
-    )
-    kept = sorted({max(1, whole * step // _STEPS) for step in range(1, _STEPS)})
-    alone = errors_of(ffn, tokens, kept)
-    harm = {Size(1, size): tokens.cost * error for size, error in zip(kept, alone, strict=True)}
-    if num_experts > 1:  # an expert may also be the one for all, where that is better
-        grouped = errors_by_groups(ffn, tokens, num_experts, lambda ffn, own: errors_of(ffn, own, kept))
-        harm |= {Size(num_experts, k): tokens.cost * min(e, a) for k, e, a in zip(kept, grouped, alone, strict=True)}
-    return harm
-
-
-def _shrink(
-    networks: dict[str, FFN], harm: dict[str, dict[Size, float]], to_save: float, *, is_rank: bool
-) -> dict[str, Size | None]:
-    """The size of each network, None for one that stays, such that at least ``to_save`` entries a token are saved."""
-
-    def saved(name: str, size: Size | None) -> int:
-        return 0 if size is None else _entries(networks[name]) - size.entries(networks[name], is_rank=is_rank)
-
-    def suffered(name: str, size: Size | None) -> float:
-        return 0.0 if size is None else harm[name][size]
-
-    chosen: dict[str, Size | None] = dict.fromkeys(networks)
-    while sum(saved(name, size) for name, size in chosen.items()) < to_save:
-        # One step or several: the first step of a dense network also pays for its router.
-        ways = [
-            ((suffered(name, size) - suffered(name, now)) / (saved(name, size) - saved(name, now)), name, size)
-            for name, now in chosen.items()
-            for size in harm[name]
-            if saved(name, size) > saved(name, now)
-        ]
-        if not ways:
-            raise UserError(
-                "the budget is below what the model takes without any feed-forward network: use a larger one"
-            )
-        _, name, size = min(ways, key=lambda way: way[:2])
-        chosen[name] = size
-    return chosen

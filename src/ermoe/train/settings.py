@@ -146,6 +146,7 @@ class Augmentation:
     Args:
         crop: "pad" shifts by up to an eighth of the side; "resized" takes a random share of the area, as for ImageNet;
             "none".
+        least_area: the smallest such share.
         flip: mirror every second image, left to right.
         rand_ops: operations of RandAugment on each image; 0 for none.
         rand_magnitude: their strength, 0 to 30.
@@ -155,6 +156,7 @@ class Augmentation:
     """
 
     crop: Literal["pad", "resized", "none"] = "pad"
+    least_area: float = 0.08
     flip: bool = True
     rand_ops: int = 0
     rand_magnitude: int = 9
@@ -165,6 +167,8 @@ class Augmentation:
     def __post_init__(self) -> None:
         if self.crop not in ("pad", "resized", "none"):
             raise UserError(f"crop={self.crop!r}: use 'pad', 'resized' or 'none'")
+        if not 0 < self.least_area <= 1:
+            raise UserError(f"least_area={self.least_area}: need a share of the area above 0, at most 1")
         if not 0 <= self.rand_magnitude <= 30 or self.rand_ops < 0:
             raise UserError(
                 f"rand_ops={self.rand_ops}, rand_magnitude={self.rand_magnitude}: need 0 or more operations of "

@@ -181,8 +181,16 @@ def test_resized_crops_stay_inside():
         assert width >= 1
 
 
+def test_crops_take_at_least_the_share_that_is_asked_for():
+    boxes = [resized_crop(100, 100, number_K, 0.5) for number_K in uniform(6, 0, np.arange(500))]
+    shares = [height * width / 10_000 for _, _, height, width in boxes]
+    assert 0.48 < min(shares) < 0.55  # where a box sticks out it is shrunk
+    assert max(shares) > 0.9
+
+
 @pytest.mark.parametrize(
-    "bad", [{"crop": "middle"}, {"rand_magnitude": 31}, {"rand_ops": -1}, {"erase": 2}, {"mixup": -1}]
+    "bad",
+    [{"crop": "middle"}, {"least_area": 0}, {"rand_magnitude": 31}, {"rand_ops": -1}, {"erase": 2}, {"mixup": -1}],
 )
 def test_augmentations_that_make_no_sense_are_refused(bad):
     with pytest.raises(UserError, match=next(iter(bad))):

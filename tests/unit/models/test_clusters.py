@@ -148,7 +148,7 @@ def test_errors_of_widths_are_those_of_fitted_networks():
 
 def test_groups_are_equally_large_and_like_goes_with_like():
     x, kind = two_kinds()
-    group = clusters.group(x, 2, torch.Generator().manual_seed(0))
+    group = clusters.Groups.of(x, 2, torch.Generator().manual_seed(0))(x)
     assert group.bincount().tolist() == [1000, 1000]
     assert float((group == kind).float().mean()) in (0.0, 1.0)
 
