@@ -50,13 +50,13 @@ BUDGETS = (0.9, 0.8, 0.7)
 BETWEEN = (0.95, 0.85, 0.75)
 KINDS: dict[str, dict[str, Any]] = {
     "slim": {"num_experts": 8},
+    "slim-16": {"num_experts": 16},
     "one-narrow": {"num_experts": 1},
     "one-low-rank": {"num_experts": 1, "cut": "rank"},
 }
-RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)
-WHOLE: dict[str, Any] = {"layer_epochs": 4, "epochs": 12}
-SHORT: dict[str, Any] = {"layer_epochs": 2, "epochs": 5}
-BEST_RATES = {"slim": 1e-4, "one-narrow": 1e-4, "one-low-rank": 5e-5}
+RATES = (1.5e-5, 5e-5, 1.5e-4)
+WHOLE: dict[str, Any] = {"layer_epochs": 0, "epochs": 5}
+BEST_RATES = {"slim": 1.5e-5, "slim-16": 1.5e-5, "one-narrow": 5e-5, "one-low-rank": 5e-5}
 """By `tune-…`."""
 _ROUNDS = 25
 
@@ -121,11 +121,19 @@ def slimmed(
 
 def _take_fit(cache: Path, name: str) -> None:
     """Rows that differ only in how they learn start from one and the same fit, which takes minutes."""
-    kind = name.rpartition("-")[0]
-    twins = [f"{kind}-{rate:g}" for rate in RATES] if name.startswith("tune-") else [f"{name}-fitted"]
+    twins = [
+        row for row in ROWS if row.startswith(("tune-", *KINDS)) and _without_learning(row) == _without_learning(name)
+    ]
     done = [cache / twin / "fitted" for twin in twins if (cache / twin / "fitted" / "fits.json").exists()]
     if done and not (cache / name / "fitted").exists():
         shutil.copytree(done[0], cache / name / "fitted")
+
+
+def _without_learning(row: str) -> str:
+    """The name of a row without its rate, or without the stage at which its learning ends."""
+    for end in (*_STAGES, *(f"-{rate:g}" for rate in RATES if row.startswith("tune-"))):
+        row = row.removesuffix(end)
+    return row
 
 
 def tuned(bench: Photographs, options: Options, name: str, **given: Any) -> dict[str, Any]:
@@ -184,7 +192,7 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "int8": in_int8,
     **{f"svd-{budget}": partial(cut_by_svd, budget=budget) for budget in BUDGETS},
     **{
-        f"tune-{kind}-{rate:g}": partial(tuned, learning={**SHORT, "lr": rate}, **options)
+        f"tune-{kind}-{rate:g}": partial(tuned, learning={**WHOLE, "lr": rate}, **options)
         for kind, options in KINDS.items()
         for rate in RATES
     },
@@ -194,10 +202,10 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
         for budget in BUDGETS
     },
     **{
-        f"{kind}-{budget}-by-layer": partial(slimmed, learning={**WHOLE, "epochs": 0}, budget=budget, **options)
+        f"{kind}-{budget}-by-layer": partial(slimmed, learning=BY_LAYER, budget=budget, **options)
         for kind, options in KINDS.items()
         for budget in BETWEEN
-        if kind != "one-narrow"
+        if kind in ("slim", "one-low-rank")
     },
     **{
         f"{kind}-{budget}": partial(slimmed, learning={**WHOLE, "lr": BEST_RATES[kind]}, budget=budget, **options)
@@ -211,6 +219,7 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
 _STAGES = {"-fitted": ", not trained", "-by-layer": ", trained layer by layer", "": ", trained"}
 _WORDS = {
     "slim": "slim, 8 experts",
+    "slim-16": "slim, 16 experts",
     "one-narrow": "one narrow network a block",
     "one-low-rank": "one low-rank network a block",
 }
@@ -228,11 +237,7 @@ LABELS = {
         f"{kind}-{budget}{stage}": f"{budget}: {label}{remark}"
         for budget in sorted({*BUDGETS, *BETWEEN}, reverse=True)
         for kind, label in _WORDS.items()
-        for stage, remark in (
-            ("-fitted", ", not trained"),
-            ("-by-layer", ", trained layer by layer"),
-            ("", ", trained"),
-        )
+        for stage, remark in _STAGES.items()
     },
 }
 

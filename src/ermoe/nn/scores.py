@@ -199,11 +199,14 @@ class PrototypeScore(Score):
     def score(self, x_TD: Tensor, context: Tensor | Context | None, basis_EDr: Tensor | None) -> Tensor:
         """In [−1, 1]."""
         assert basis_EDr is not None
-        projected_TEr, psi_Er = project(x_TD, basis_EDr), widen(self.psi)
+        psi_Er = widen(self.psi)
         if basis_EDr.shape[0] > 1:
-            return cosine(projected_TEr, psi_Er)
-        shared_Tr = projected_TEr.squeeze(1)  # in a basis that all experts share, one product for all
-        return (shared_Tr @ psi_Er.mT) * _inverse_norm(shared_Tr).unsqueeze(1) * _inverse_norm(psi_Er)
+            return cosine(project(x_TD, basis_EDr), psi_Er)
+        # In a basis that all experts share, Uᵀx and ψᵀUᵀx are one product: narrow ones take as long as wider ones.
+        basis_Dr, direction_rE = basis_EDr[0], (psi_Er * _inverse_norm(psi_Er).unsqueeze(1)).mT
+        both = x_TD @ torch.cat([basis_Dr, basis_Dr @ direction_rE], 1)
+        projected_Tr, along_TE = both.split([basis_Dr.shape[1], psi_Er.shape[0]], dim=1)
+        return along_TE * _inverse_norm(projected_Tr).unsqueeze(1)
 
 
 class EnergyScore(Score):

@@ -55,8 +55,8 @@ class Photographs:
         return PlainBatches(source, min(len(self.train), _MOST_TO_FIT), self.seed, self.compute)
 
     def varied(self) -> Loader[Any]:
-        """Photographs cropped and mirrored, to learn from."""
-        transform = transform_for(self.dense, Augmentation(crop="resized"), self.seed)
+        """Photographs mirrored and cropped, but not so much that they are others, to learn from."""
+        transform = transform_for(self.dense, Augmentation(crop="resized", least_area=0.35), self.seed)
         return Loader(transform.of(self.train), Order(len(self.train), 32, self.seed), compute=self.compute)
 
     def converted(self, **options: Any) -> nn.Module:

@@ -2,8 +2,9 @@
 
 Layer by layer, every mixture learns to give the outputs of the dense network it stands for, on the tokens it really
 meets: the model runs, no gradient leaves a layer, and all layers learn at once. Positions and directions weigh what
-they mean for the answer (`ermoe.models.tokens`). As a whole, the model learns the teacher's answers:
-KL(teacher ‖ model) of the class probabilities.
+they mean for the answer (`ermoe.models.tokens`). As a whole, the model learns the teacher's answers,
+KL(teacher ‖ model) of the class probabilities, and what the teacher's blocks say on the way: an image has one answer
+and hundreds of tokens, so that from few images a model learns more by these, and less by heart.
 
 Letters: B images, C classes, N tokens of an image, D model width.
 """
@@ -51,6 +52,8 @@ class Distillation:
         epochs: passes in which the whole model learns its teacher's answers; 0 for none.
         layer_lr: highest learning rate of the first part; half a cosine leads back to zero.
         lr: highest learning rate of the second part.
+        state_weight: in the second part, of the mean over blocks of ‖h − h_teacher‖² / ‖h_teacher‖², their outputs,
+            beside the answers.
         save_every: steps between two checkpoints, if there is a folder to go on from.
         seed: of the order of batches.
     """
@@ -59,6 +62,7 @@ class Distillation:
     epochs: int = 10
     layer_lr: float = 1e-3
     lr: float = 1e-4
+    state_weight: float = 3.0
     save_every: int = 100
     seed: int = 0
 
@@ -136,7 +140,7 @@ def distill(
                 parameter.requires_grad_(learns[name])
         if chosen.epochs:
             settings = chosen.training(chosen.epochs, chosen.lr, steps.batch_size)
-            figures = fit(AsAWhole(pair), settings, place / "whole", compute=compute)
+            figures = fit(AsAWhole(pair, chosen.state_weight), settings, place / "whole", compute=compute)
     pair.settle()
     model.eval()
     return figures or pair.evaluate()
@@ -308,14 +312,36 @@ class LayerByLayer(Task):
 
 
 class AsAWhole(LayerByLayer):
-    """The model learns its teacher's answers."""
+    """The model learns its teacher's answers, and what its blocks say on the way."""
+
+    def __init__(self, pair: _Pair, state_weight: float) -> None:
+        super().__init__(pair)
+        self.state_weight = state_weight
 
     def loss(self, network: nn.Module, batch: Any) -> Tensor:
-        """KL(teacher ‖ model), mean over images."""
+        """KL(teacher ‖ model), mean over images, and the weighted error of states."""
         image = self.pair.images(batch)
-        with torch.no_grad():
+        with torch.no_grad(), _states(self.pair.teacher) as wanted:
             wanted_BC = self.pair.teacher(image)
-        return _divergence(network(image).float(), wanted_BC.float())
+        with _states(self.model) as found:
+            divergence = _divergence(network(image).float(), wanted_BC.float())
+        pairs = zip(found, wanted, strict=True)
+        errors = [(h_BND - t_BND).square().sum() / t_BND.square().sum() for h_BND, t_BND in pairs]
+        return divergence + self.state_weight * torch.stack(errors).mean()
+
+
+@contextmanager
+def _states(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it, a pass of the model leaves what its blocks say in a list, first block first."""
+    states: list[Tensor] = []
+
+    def leaves(block: nn.Module, args: object, output: Any) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output).float())
+
+    with ExitStack() as hooks:
+        for _, block in family_of(model).blocks(model):
+            hooks.callback(block.register_forward_hook(leaves).remove)
+        yield states
 
 
 def _divergence(answer_BC: Tensor, wanted_BC: Tensor) -> Tensor:
