@@ -97,17 +97,19 @@ class Slim:
     """Weights for a model that is named: a safetensors file, or a checkpoint."""
     num_experts: int = 8
     """Experts of each layer; they cost memory, not operations."""
-    layer_epochs: int = 10
+    layer_epochs: int = 0
     """Passes over the images in which every layer learns its dense network's outputs."""
-    epochs: int = 20
-    """Passes in which the whole model learns the dense model's answers."""
+    epochs: int = 5
+    """Passes in which the whole model learns the dense model's answers, and what its blocks say on the way."""
     layer_lr: float = 1e-3
     """Highest learning rate of the former."""
-    lr: float = 1e-4
-    """Highest learning rate of the latter."""
+    lr: float = 1.5e-5
+    """Highest learning rate of the latter. Few images want a low one: they are soon known by heart."""
+    state_weight: float = 3.0
+    """Weight of what the blocks say, beside the answers."""
     batch_size: int = 32
     """Images of a step."""
-    augmentation: Augmentation = field(default_factory=lambda: Augmentation(crop="resized"))
+    augmentation: Augmentation = field(default_factory=lambda: Augmentation(crop="resized", least_area=0.35))
     images: int = 1000
     """Images to which experts are fitted, at most; all of them are learned from."""
     seed: int = 0
@@ -143,6 +145,7 @@ class Slim:
                 epochs=self.epochs,
                 layer_lr=self.layer_lr,
                 lr=self.lr,
+                state_weight=self.state_weight,
             )
         save(slimmed.model, self.out)
         write_json(self.out / "slimming.json", slimmed.as_json())

@@ -45,7 +45,7 @@ _BATCHES_TO_WEIGH = 8
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """How long and how fast a model learns from its teacher.
+    """How long and how fast a model learns from its teacher. The rates suit fitted experts and some thousand images.
 
     Args:
         layer_epochs: passes over the batches in which every layer learns its dense network's outputs; 0 for none.
@@ -58,16 +58,16 @@ class Distillation:
         seed: of the order of batches.
     """
 
-    layer_epochs: int = 10
-    epochs: int = 10
+    layer_epochs: int = 0
+    epochs: int = 5
     layer_lr: float = 1e-3
-    lr: float = 1e-4
+    lr: float = 1.5e-5
     state_weight: float = 3.0
     save_every: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layer_epochs", "epochs", "save_every"):
+        for name in ("layer_epochs", "epochs", "state_weight", "save_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)}: need 0 or more")
 

@@ -113,6 +113,19 @@ def test_learning_brings_a_model_nearer_to_its_teacher(dense, batches):
     assert whole["divergence"] < by_layer["divergence"]
 
 
+def test_blocks_learn_to_say_what_the_teachers_say(dense, batches):
+    def states_apart(model):
+        with torch.no_grad(), distillation._states(model) as found, distillation._states(dense) as wanted:
+            model(batches[0]), dense(batches[0])
+        assert len(found) == len(wanted) == len(dense.blocks)
+        return float(sum((h - t).norm() / t.norm() for h, t in zip(found, wanted, strict=True)))
+
+    model = converted(dense, batches[:1], experts="dense", hidden_dim=16)
+    before = states_apart(model)
+    ermoe.distill(model, dense, batches[:1], epochs=10, lr=1e-5, state_weight=100)
+    assert states_apart(model) < before
+
+
 def test_factored_experts_stay_orthonormal_and_loads_equal(dense, batches):
     model = converted(dense, batches[:3], rank=16)
     ermoe.distill(model, dense, batches[:3], layer_epochs=2, epochs=1)
