@@ -49,7 +49,8 @@ class Size:
     def entries(self, ffn: FFN, *, is_rank: bool) -> int:
         """Entries of the matrices that a token meets, the router's among them: each is two operations."""
         each = self.kept * (ffn.dim + ffn.hidden_dim if is_rank else ffn.dim)
-        routing = max(8, self.num_experts) * ffn.dim if self.num_experts > 1 else 0
+        columns = max(8, self.num_experts) + self.num_experts  # of a shared basis, and ψ in it
+        routing = columns * ffn.dim if self.num_experts > 1 else 0
         return len(ffn.linears()) * each + routing
 
 
