@@ -75,7 +75,15 @@ def shared_beside_dense() -> str:
     return f"{(work.experts + work.shared_expert + work.routing + work.context) / work.dense_ffn:.1f}"
 
 
+def parameters(row: str) -> str:
+    """Of a row of the study on real weights, over the dense model's."""
+    records = read_records(RESULTS / "real_weights.jsonl")
+    return next(f"{record['figures']['parameters']:.1f}" for record in records if record["name"] == row)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "slim-parameters": lambda: parameters("slim-0.8-fitted"),
+    "slim-16-parameters": lambda: parameters("slim-16-0.8-fitted"),
     "inspection-extra": lambda: figure(
         "inspect_cost", "figures", "extra time over a plain pass", style=".1f", times=100
     ),

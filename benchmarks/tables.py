@@ -215,7 +215,8 @@ def summary() -> Table:
     starts = ("ERMoE, eigen-upcycled, calibrated", "V-MoE, copied experts, new gate", "dense")
     rules = ("ERMoE (paper's rule)", "V-MoE")
     photographs = partial(cell, real_weights.table(lines_of("real_weights")))
-    converted, slim, dense = (photographs(real_weights.LABELS[row], "top-1 %") for row in ("exact", "slim-16-0.8-fitted", "dense"))
+    models = (real_weights.LABELS[row] for row in ("exact", "slim-16-0.8-fitted", "dense"))
+    converted, slim, dense = (photographs(model, "top-1 %") for model in models)
     compared = [
         ("top-1 %, ImageNet photographs, DeiT-Tiny made sparse", converted, "–", dense, "equal"),
         ("the same slimmed to 0.8 of the operations, 16 experts", slim, "–", dense, "**loss**"),

@@ -58,7 +58,7 @@ FIGURE = re.compile(
 )
 INTERVALS = {"90 %", "95 %"}
 SETTINGS = {
-    "README.md": "3.11|3.12|3.13|3 GB|2.0",
+    "README.md": "3.11|3.12|3.13|3 GB|2.0|0.8",
     "docs/explanation/brain-age.md": "0.2",
     "docs/explanation/brain-grid.md": "× 112|× 96|0.5|99.5|5 MB|8 MB",
     "docs/explanation/cost-model.md": "2.15|0.07|0.02|1.53|1.86|× 3072|124 MB|39 MB|0.50|0.25|0.12|0.04",
