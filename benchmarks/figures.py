@@ -102,7 +102,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "layer-balanced": lambda: ratio("layer", "forward, balanced, 2 threads", "ermoe R=504 r=56"),
     "layer-collapsed": lambda: ratio("layer", "forward, collapsed, 2 threads", "ermoe R=504 r=56"),
     "deit-by-operations": lambda: beside_floor(rank=128, top_k=2, columns=128, averaged=128),
-    "slim-by-operations": lambda: beside_floor(rank=96, top_k=1, columns=8, averaged=0),
+    "slim-by-operations": lambda: beside_floor(rank=96, top_k=1, columns=16, averaged=0),
     "merged-by-operations": lambda: routing_beside_v_moe(8 * 96),
     "memory-ermoe": lambda: figure("model", "figures", "peak memory MB beyond parameters, ermoe paper-b16"),
     "memory-v-moe": lambda: figure("model", "figures", "peak memory MB beyond parameters, V-MoE"),

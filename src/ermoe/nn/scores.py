@@ -205,7 +205,7 @@ class PrototypeScore(Score):
         # In a basis that all experts share, Uᵀx and ψᵀUᵀx are one product: narrow ones take as long as wider ones.
         basis_Dr, direction_rE = basis_EDr[0], (psi_Er * _inverse_norm(psi_Er).unsqueeze(1)).mT
         both = x_TD @ torch.cat([basis_Dr, basis_Dr @ direction_rE], 1)
-        projected_Tr, along_TE = both.split([basis_Dr.shape[1], psi_Er.shape[0]], dim=1)
+        projected_Tr, along_TE = both[:, : basis_Dr.shape[1]], both[:, basis_Dr.shape[1] :]
         return along_TE * _inverse_norm(projected_Tr).unsqueeze(1)
 
 
