@@ -56,6 +56,7 @@ _BEFORE_IT_WAS_A_SETTING: Json = {
     "weights_of": "clip",
     "learns": "age",
     "ageing": "everywhere",
+    "least_area": 0.08,
 }
 _TRAINING: Json = to_json(Training())
 _COMPARED_BY_FILE_NAME = {"weights", "image_weights"}
