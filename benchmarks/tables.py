@@ -215,11 +215,11 @@ def summary() -> Table:
     starts = ("ERMoE, eigen-upcycled, calibrated", "V-MoE, copied experts, new gate", "dense")
     rules = ("ERMoE (paper's rule)", "V-MoE")
     photographs = partial(cell, real_weights.table(lines_of("real_weights")))
-    models = (real_weights.LABELS[row] for row in ("exact", "slim-16-0.8-fitted", "dense"))
+    models = (real_weights.LABELS[row] for row in ("exact", "slim-0.8", "dense"))
     converted, slim, dense = (photographs(model, "top-1 %") for model in models)
     compared = [
         ("top-1 %, ImageNet photographs, DeiT-Tiny made sparse", converted, "–", dense, "equal"),
-        ("the same slimmed to 0.8 of the operations, 16 experts", slim, "–", dense, "**loss**"),
+        ("the same slimmed to 0.8 of the operations", slim, "–", dense, "**loss**"),
         ("accuracy, CIFAR-10 from scratch", *(cell(cifar, name, "accuracy") for name in presets), "equal"),
         ("load CV² there", *(cell(cifar, name, "load CV²") for name in presets), "**win**"),
         ("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets), "**loss**"),
