@@ -8,9 +8,10 @@ compared in pairs. A queue that resumes: a line a run in benchmarks/results/real
 
 DATA is a folder with train/CLASS/ and val/CLASS/ of 224-pixel photographs, FILE holds deit_tiny_patch16_224's weights.
 
-Kinds of slim models: experts of less width (`slim`), one network of less width or of lower rank for all tokens. Rates
-are tuned for each kind alike (`tune-…`), on a fifth of the training photographs that was not learned from. `times`
-wants an idle machine: models of the other rows, in turns, 8 photographs at once.
+Kinds of slim models: experts of less width (`slim`), small ones beside a network that all tokens share (`slim-shared`),
+one network of less width or of lower rank for all tokens. Rates are tuned for each kind alike (`tune-…`), on a fifth of
+the training photographs that was not learned from. `times` wants an idle machine: models of the other rows, in turns, 8
+photographs at once.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ BETWEEN = (0.95, 0.85, 0.75)
 KINDS: dict[str, dict[str, Any]] = {
     "slim": {"num_experts": 8},
     "slim-16": {"num_experts": 16},
+    "slim-shared": {"num_experts": 16, "routed": 0.125},
     "one-narrow": {"num_experts": 1},
     "one-low-rank": {"num_experts": 1, "cut": "rank"},
 }
 RATES = (1.5e-5, 5e-5, 1.5e-4)
 WHOLE: dict[str, Any] = {"layer_epochs": 0, "epochs": 5}
-BEST_RATES = {"slim": 1.5e-5, "slim-16": 1.5e-5, "one-narrow": 5e-5, "one-low-rank": 5e-5}
+BEST_RATES = {"slim": 1.5e-5, "slim-16": 1.5e-5, "slim-shared": 1.5e-5, "one-narrow": 5e-5, "one-low-rank": 5e-5}
 """By trials on a fifth of the training photographs; `tune-…` rows, once on record, settle them."""
 _ROUNDS = 25
 
@@ -168,7 +170,7 @@ def _quantised(model: nn.Module) -> nn.Module:
 
 def times(bench: Photographs, options: Options, name: str) -> dict[str, Any]:
     """Time of a pass over the dense model's, 8 photographs at once, of the models that other rows have left."""
-    image = torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    image = next(iter(bench.plain()))[:8]
     models = {"dense": bench.dense, "int8": _quantised(bench.dense)}
     for row in ("clusters-r96", *(f"{kind}-{budget}" for budget in BUDGETS for kind in KINDS)):
         folder = next(
@@ -220,6 +222,7 @@ _STAGES = {"-fitted": ", not trained", "-by-layer": ", trained layer by layer", 
 _WORDS = {
     "slim": "slim, 8 experts",
     "slim-16": "slim, 16 experts",
+    "slim-shared": "slim, 16 small experts beside a shared network",
     "one-narrow": "one narrow network a block",
     "one-low-rank": "one low-rank network a block",
 }

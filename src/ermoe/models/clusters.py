@@ -14,7 +14,7 @@ Letters: T tokens, D model width, E experts, K experts per token, R rank, r rout
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from ermoe.models.calibrate import equal_load_offsets
 from ermoe.models.eigen_init import keep_dense, write_expert
 from ermoe.models.fitting import fitted
 from ermoe.models.passes import evaluating
+from ermoe.models.together import fitted_together, shares_of
 from ermoe.models.tokens import TOKENS_AT_ONCE, Tokens
 from ermoe.nn import EigenLinear, MixtureLayer, MoE, PrototypeScore, Routing, TopKRouter
 from ermoe.nn.ffn import FFN
@@ -59,13 +60,17 @@ def fill_from_groups(
 ) -> GroupFit | None:
     """Makes the experts of ``layer`` the best versions of ``ffn`` for groups of the tokens, and aims the router.
 
-    Beside a shared expert, which is ``ffn`` itself, they add nothing yet, and there is no fit to speak of.
+    A shared expert that is narrower than ``ffn`` is fitted together with them. Beside one of full width, which is
+    ``ffn`` itself, they add nothing yet, and there is no fit to speak of.
     """
     experts = layer.experts
     if len(tokens) < _KEPT_APART * experts.num_experts:
         raise UserError(f"calibration= has {len(tokens)} tokens for {experts.num_experts} experts: pass more images")
     tokens, choosing, judging = _parts(tokens)
-    one = fitted(ffn, tokens, *experts.size)
+    keeps_dense = layer.shared is not None and layer.shared.size[0] == ffn.hidden_dim
+    width, rank = experts.size
+    met = width if layer.shared is None or keeps_dense else layer.shared.size[0] + width
+    one = fitted(ffn, tokens, met, rank)
     expert_TK = Groups.of(tokens.x_TD, experts.num_experts, generator)(tokens.x_TD).unsqueeze(1)
     routes_by_experts = isinstance(layer.score, PrototypeScore) and layer.score.basis is None
     for _ in range(_ROUTER_ROUNDS if experts.num_experts > 1 else 0):
@@ -73,9 +78,11 @@ def fill_from_groups(
             _fit_experts(layer, ffn, tokens, expert_TK)
         _aim(layer, tokens.x_TD, expert_TK[:, 0])
         expert_TK = _chosen(layer, tokens.x_TD)
-    if not routes_by_experts:
+    if met > width:
+        _fit_beside(layer, ffn, tokens, expert_TK, choosing)
+    elif not routes_by_experts:
         _fit_experts(layer, ffn, tokens, expert_TK, one, choosing, generator)
-    if layer.shared is not None:
+    if keeps_dense:
         keep_dense(layer, ffn)
         return None
     return _judge(layer, ffn, one, judging, len(tokens))
@@ -232,7 +239,7 @@ def _fit_experts(
     goes_TK = None if choosing is None else _chosen(layer, choosing.x_TD)
     for expert in range(layer.experts.num_experts):
         own_T = (expert_TK == expert).any(1)
-        own = tokens.where(own_T) if bool(own_T.any()) else tokens
+        own = _or_all(tokens, own_T)
         fits = [fitted(ffn, own, *size)]
         if one is not None and choosing is not None and goes_TK is not None and len(own) < len(tokens):
             mixed = own.and_some_of(tokens.where(~own_T), _SHARE_OF_OTHERS, generator)
@@ -243,28 +250,49 @@ def _fit_experts(
         write_expert(layer.experts, expert, fits[0])
 
 
+def _fit_beside(layer: MixtureLayer, ffn: FFN, tokens: Tokens, expert_TK: Tensor, choosing: Tokens) -> None:
+    """Makes the shared expert the best version of ``ffn`` for all tokens, and the others what theirs need besides.
+
+    Where tokens are too few for that, all experts are alike: the better of both on tokens to choose by.
+    """
+    experts, shared = layer.experts, layer.shared
+    assert shared is not None
+    own = [_or_all(tokens, (expert_TK == expert).any(1)) for expert in range(experts.num_experts)]
+    fits = [fitted_together(ffn, groups, shared.size[0], experts.size[0]) for groups in (own, [tokens])]
+
+    def write(fit: tuple[FFN, list[FFN]]) -> None:
+        write_expert(shared, 0, fit[0])
+        for expert in range(experts.num_experts):
+            write_expert(experts, expert, fit[1][expert % len(fit[1])])
+
+    def error(fit: tuple[FFN, list[FFN]]) -> float:
+        write(fit)
+        return choosing.by_cost().error(_mixture_of(layer), ffn)
+
+    with evaluating(layer):
+        write(min(fits, key=error))
+
+
+def _or_all(tokens: Tokens, chosen_T: Tensor) -> Tokens:
+    """The chosen tokens, or all where none is."""
+    return tokens.where(chosen_T) if bool(chosen_T.any()) else tokens
+
+
 @torch.no_grad()
-def errors_by_groups(
-    ffn: FFN, tokens: Tokens, num_experts: int, errors_of: Callable[[FFN, Tokens], list[float]]
-) -> list[float]:
+def errors_by_groups(groups: Sequence[Tokens], errors_of: Callable[[Tokens], list[float]]) -> list[float]:
     """The mean over all tokens, by their cost, of what ``errors_of`` says of each group: a list, an error a size."""
-    group_T = Groups.of(tokens.x_TD, num_experts, torch.Generator().manual_seed(0))(tokens.x_TD)
-    cost_T = tokens.by_cost().weight_T
-    shares, errors = [], []
-    for expert in range(num_experts):
-        own = tokens.where(group_T == expert)
-        if len(own) > 1:  # one half chooses, the other judges
-            shares.append(float(cost_T[group_T == expert].sum()) / len(tokens))
-            errors.append(errors_of(ffn, own))
-    return [sum(map(operator.mul, shares, of_size)) for of_size in zip(*errors, strict=True)]
+    errors = [errors_of(tokens) for tokens in groups]  # one half chooses, the other judges
+    return [sum(map(operator.mul, shares_of(groups, power=2), of_size)) for of_size in zip(*errors, strict=True)]
+
+
+def _mixture_of(layer: MixtureLayer) -> Callable[[Tensor], Tensor]:
+    """What a layer makes of tokens that have no context."""
+    assert isinstance(layer, MoE)
+    return lambda x_TD: layer.with_shared(layer.mix(x_TD, _routed(layer, x_TD)), x_TD, None)
 
 
 def _judge(layer: MixtureLayer, ffn: FFN, one: FFN, tokens: Tokens, num_fitted_to: int) -> GroupFit:
-    assert isinstance(layer, MoE)
-
-    def mixture(x_TD: Tensor) -> Tensor:
-        return layer.mix(x_TD, _routed(layer, x_TD))
-
+    mixture = _mixture_of(layer)
     with evaluating(layer):
         load_E = _routed(layer, tokens.x_TD).count_E.double()
         whole, error, one_expert_error = (tokens.error(network, ffn) for network in (torch.zeros_like, mixture, one))

@@ -37,16 +37,16 @@ def fitted(ffn: FFN, tokens: Tokens, width: int, rank: int | None = None) -> FFN
     is_low_rank = rank is not None and rank < min(ffn.dim, width)
     if width >= ffn.hidden_dim and not is_low_rank:
         return ffn
-    in_metric = ffn if tokens.metric_DD is None else _mapped(ffn, tokens.metric_DD)
+    in_metric = ffn if tokens.metric_DD is None else mapped(ffn, tokens.metric_DD)
     network = _narrowed(in_metric, tokens, width)
     if is_low_rank:
         assert rank is not None
         network = _cut(network, tokens, rank)
         network = replace(network, down=_solved(network, in_metric, tokens, rank))
-    return network if tokens.metric_DD is None else _mapped(network, torch.linalg.inv(tokens.metric_DD.double()))
+    return network if tokens.metric_DD is None else mapped(network, torch.linalg.inv(tokens.metric_DD.double()))
 
 
-def _mapped(ffn: FFN, map_DD: Tensor) -> FFN:
+def mapped(ffn: FFN, map_DD: Tensor) -> FFN:
     """The network whose outputs are those of ``ffn`` times a matrix."""
     W, b = ((None if part is None else (part.to(map_DD) @ map_DD).to(part)) for part in (ffn.down.W, ffn.down.b))
     assert W is not None
@@ -62,15 +62,15 @@ def errors_of_widths(ffn: FFN, tokens: Tokens, widths: Sequence[int]) -> list[fl
     tr W2ᵀ S W2 − tr Bᵀ (2 S_k· W2 − S_kk B). Units and B are chosen by one half of the tokens, S is that of the other:
     where few tokens matter, a fit says little about others like them.
     """
-    ffn = ffn if tokens.metric_DD is None else _mapped(ffn, tokens.metric_DD)
+    ffn = ffn if tokens.metric_DD is None else mapped(ffn, tokens.metric_DD)
     weight_HD = ffn.down.W.double()
     half_T = torch.arange(len(tokens), device=tokens.x_TD.device) % 2 == 0
     chosen_by, judged_by = (
-        _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in half.parts())
+        Moments.over((ffn.hidden(x), weight_T) for x, weight_T in half.parts())
         for half in (tokens.where(half_T), tokens.where(~half_T).by_cost())
     )
     known_HH, other_HH = (moments.covariance(centred=ffn.has_bias) for moments in (chosen_by, judged_by))
-    order_H = _by_part(known_HH, weight_HD)
+    order_H = by_part(known_HH.diagonal(), weight_HD)
     whole = float(((other_HH @ weight_HD) * weight_HD).sum())
     errors = []
     for width in widths:
@@ -90,16 +90,21 @@ def errors_of_ranks(ffn: FFN, tokens: Tokens, ranks: Sequence[int]) -> list[floa
     return [judge.error(fitted(ffn, tokens.where(half_T), ffn.hidden_dim, rank), ffn) for rank in ranks]
 
 
-def _by_part(covariance_HH: Tensor, weight_HD: Tensor) -> Tensor:
+def by_part(variance_H: Tensor, weight_HD: Tensor) -> Tensor:
     """Hidden units by how much their parts of the output, a_j W2_j, vary over the tokens, most first."""
-    return (covariance_HH.diagonal() * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
+    return (variance_H * weight_HD.double().square().sum(1)).argsort(descending=True, stable=True)
 
 
 def _regression(covariance_HH: Tensor, with_output_HD: Tensor, prior: Tensor, num_tokens: float) -> Tensor:
-    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]; the fewer tokens a unit, the larger is λ."""
-    ridge = _RIDGE * (1 + _RIDGE_OF_FEW * len(covariance_HH) / num_tokens)
+    """argmin_B E‖a B − y‖² + λ ‖B − prior‖², given E[aᵀa] and E[aᵀy]."""
+    ridge = ridge_of(len(covariance_HH), num_tokens)
     solved_HD: Tensor = torch.linalg.solve(_ridged(covariance_HH, ridge), with_output_HD - covariance_HH @ prior)
     return prior + solved_HD
+
+
+def ridge_of(num_units: int, num_tokens: float) -> float:
+    """λ over a mean variance: the fewer tokens a unit, the larger."""
+    return _RIDGE * (1 + _RIDGE_OF_FEW * num_units / num_tokens)
 
 
 def _ridged(covariance: Tensor, ridge: float = _RIDGE) -> Tensor:
@@ -110,9 +115,9 @@ def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
     """The network with those ``width`` hidden units whose part of the output varies most, and its last map solved."""
     if width >= ffn.hidden_dim:
         return ffn
-    moments = _Moments.over((ffn.hidden(x), weight_T) for x, weight_T in tokens.parts())
+    moments = Moments.over((ffn.hidden(x), weight_T) for x, weight_T in tokens.parts())
     covariance_HH, weight_HD = moments.covariance(centred=ffn.has_bias), ffn.down.W.double()
-    kept = _by_part(covariance_HH, weight_HD)[:width].sort().values
+    kept = by_part(covariance_HH.diagonal(), weight_HD)[:width].sort().values
     # The dense outputs are a W2 + b2, so what is known of a is all that a regression on them needs.
     with_output_kD = covariance_HH[kept] @ weight_HD
     solved_kD = _regression(covariance_HH[kept][:, kept], with_output_kD, weight_HD[kept], moments.num)
@@ -125,7 +130,7 @@ def _narrowed(ffn: FFN, tokens: Tokens, width: int) -> FFN:
 
 def _cut(ffn: FFN, tokens: Tokens, rank: int) -> FFN:
     """The network with entering weights of lower rank, cut in the metric M."""
-    moments = _Moments.over(tokens.parts())
+    moments = Moments.over(tokens.parts())
     covariance_DD = _ridged(moments.covariance(centred=ffn.has_bias))
     eigenvalue_D, eigenvector_DD = torch.linalg.eigh(covariance_DD)
     root_D = eigenvalue_D.clamp_min(1e-30).sqrt()
@@ -164,7 +169,7 @@ def _slopes(ffn: FFN, tokens: Tokens) -> list[Tensor]:
 def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
     """The last map of ``network``, solved so that its outputs come nearest to those of ``ffn`` on the tokens."""
     # Moments of the hidden layer beside the outputs: the blocks of their joint covariance are all that is needed.
-    joint = _Moments.over((torch.cat([network.hidden(x), ffn(x)], 1), weight_T) for x, weight_T in tokens.parts())
+    joint = Moments.over((torch.cat([network.hidden(x), ffn(x)], 1), weight_T) for x, weight_T in tokens.parts())
     width = network.hidden_dim
     covariance = joint.covariance(centred=ffn.has_bias)
     hidden_HH, hidden_output_HD = covariance[:width, :width], covariance[:width, width:]
@@ -178,7 +183,7 @@ def _solved(network: FFN, ffn: FFN, tokens: Tokens, rank: int) -> Linear:
 
 
 @dataclass(slots=True)
-class _Moments:
+class Moments:
     """Weighted mean (n,) and second moments (n, n) of rows, in double precision.
 
     ``num`` is the number of equally heavy rows that would say as much, (Σ w)² / Σ w².
@@ -189,7 +194,7 @@ class _Moments:
     num: float
 
     @classmethod
-    def over(cls, parts: Iterable[tuple[Tensor, Tensor]]) -> _Moments:
+    def over(cls, parts: Iterable[tuple[Tensor, Tensor]]) -> Moments:
         total = square = weight = weight_squared = torch.zeros(())
         for row_Tn, weight_T in parts:
             weighed_Tn = row_Tn * weight_T.unsqueeze(1).to(row_Tn.dtype)

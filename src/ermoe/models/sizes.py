@@ -29,6 +29,7 @@ from ermoe.models.clusters import Groups, errors_by_groups
 from ermoe.models.count import count
 from ermoe.models.fitting import errors_of_ranks, errors_of_widths, fitted
 from ermoe.models.passes import answer, evaluating, images_of, outputs
+from ermoe.models.together import errors_together, fitted_together
 from ermoe.models.tokens import Networks, Tokens, sample_tokens
 from ermoe.nn.ffn import FFN
 
@@ -41,10 +42,19 @@ _IMAGES_TO_MEASURE = 200
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the experts of one block: how many there are, and the hidden width, or the rank, that each keeps."""
+    """Of the networks of one block: how many experts there are, and the hidden width, or the rank, that a token meets.
+
+    ``shared`` of it is that of a network for all tokens; the rest is the expert's own.
+    """
 
     num_experts: int
     kept: int
+    shared: int = 0
+
+    @property
+    def own(self) -> int:
+        """What an expert has to itself."""
+        return self.kept - self.shared
 
     def entries(self, ffn: FFN, *, is_rank: bool) -> int:
         """Entries of the matrices that a token meets, the router's among them: each is two operations."""
@@ -54,32 +64,45 @@ class Size:
         return len(ffn.linears()) * each + routing
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What networks are cut to: a number of experts, of less "width" or "rank".
+
+    ``routed`` is the share of the dense width that experts have to themselves; what else is kept, all tokens share.
+    """
+
+    num_experts: int
+    cut: str = "width"
+    routed: float = 1.0
+
+    def size(self, ffn: FFN, kept: int) -> Size:
+        """The experts of which a token meets ``kept`` hidden units, or as high a rank."""
+        own = max(1, round(self.routed * ffn.hidden_dim)) if self.cut == "width" else kept
+        return Size(self.num_experts, kept, shared=max(kept - own, 0) if self.num_experts > 1 else 0)
+
+
 def entries_of(ffn: FFN) -> int:
     """Entries of the matrices of a dense network."""
     return len(ffn.linears()) * ffn.dim * ffn.hidden_dim
 
 
-def choose_sizes(
-    model: nn.Module, calibration: Iterable[Any], budget: float, num_experts: int, cut: str = "width"
-) -> dict[int, Size]:
+def choose_sizes(model: nn.Module, calibration: Iterable[Any], budget: float, kind: Kind) -> dict[int, Size]:
     """The size of the experts of each block that gets some, by its index; the other blocks stay dense."""
     family = family_of(model)
     blocks = family.blocks(model)
     if any(isinstance(block, SparseBlock) for _, block in blocks):
         raise UserError("this model is sparse already: slim the dense one")
     networks: Networks = {name: (block, family.ffn(block)) for name, block in blocks}
-    if cut == "width" and any(ffn.inner_norm is not None for _, ffn in networks.values()):
+    if kind.cut == "width" and any(ffn.inner_norm is not None for _, ffn in networks.values()):
         raise UserError(
             "the networks of this model normalise their hidden layers, which fewer units change: cut='rank'"
         )
     apart: list[Any] = []
     tokens = sample_tokens(model, networks, _kept_apart(calibration, apart), max_tokens=_TOKENS_TO_CHOOSE)
     answers = _Answers(model, apart)
-    harm = {
-        name: _harm(answers, block, ffn, tokens.pop(name), num_experts, cut) for name, (block, ffn) in networks.items()
-    }
+    harm = {name: _harm(answers, block, ffn, tokens.pop(name), kind) for name, (block, ffn) in networks.items()}
     to_save = (1 - budget) * count(model).multiply_adds.total / family.num_tokens(model)
-    chosen = _shrink({name: ffn for name, (_, ffn) in networks.items()}, harm, to_save, is_rank=cut == "rank")
+    chosen = _shrink({name: ffn for name, (_, ffn) in networks.items()}, harm, to_save, is_rank=kind.cut == "rank")
     return {index: size for index, (name, _) in enumerate(blocks) if (size := chosen[name]) is not None}
 
 
@@ -133,14 +156,12 @@ class _Answers:
 
 
 @torch.no_grad()
-def _harm(
-    answers: _Answers, block: nn.Module, ffn: FFN, tokens: Tokens, num_experts: int, cut: str
-) -> dict[Size, float]:
+def _harm(answers: _Answers, block: nn.Module, ffn: FFN, tokens: Tokens, kind: Kind) -> dict[Size, float]:
     """What the answers suffer from experts of each size that may be chosen: the estimate, at the measured level."""
-    estimates = _estimates(ffn, tokens, num_experts, cut)
+    estimates = _estimates(ffn, tokens, kind)
     measured = {}
-    for size in {Size(num_experts, _steps(ffn, cut)[step - 1]) for step in _MEASURED_AT}:
-        mixture = _mixture(ffn, tokens, size, cut)
+    for size in {kind.size(ffn, _steps(ffn, kind.cut)[step - 1]) for step in _MEASURED_AT}:
+        mixture = _mixture(ffn, tokens, size, kind.cut)
         measured[size.kept] = answers.divergence(block, ffn, mixture) / max(estimates[size], 1e-30)
     return {size: estimate * _between(measured, size.kept) for size, estimate in estimates.items()}
 
@@ -158,28 +179,39 @@ def _steps(ffn: FFN, cut: str) -> list[int]:
     return [max(1, whole * step // _STEPS) for step in range(1, _STEPS)]
 
 
-def _estimates(ffn: FFN, tokens: Tokens, num_experts: int, cut: str) -> dict[Size, float]:
+def _estimates(ffn: FFN, tokens: Tokens, kind: Kind) -> dict[Size, float]:
     """What the answers suffer, to second order, if the errors of tokens are independent."""
-    kept, errors_of = sorted(set(_steps(ffn, cut))), errors_of_widths if cut == "width" else errors_of_ranks
-    alone = errors_of(ffn, tokens, kept)
-    estimates = {Size(1, size): tokens.cost * error for size, error in zip(kept, alone, strict=True)}
-    if num_experts > 1:  # an expert may also be the one for all, where that is better
-        grouped = errors_by_groups(ffn, tokens, num_experts, lambda ffn, own: errors_of(ffn, own, kept))
-        pairs = zip(kept, grouped, alone, strict=True)
-        estimates |= {Size(num_experts, k): tokens.cost * min(error, one) for k, error, one in pairs}
+    kept = sorted(set(_steps(ffn, kind.cut)))
+    errors_of = errors_of_widths if kind.cut == "width" else errors_of_ranks
+    alone = dict(zip(kept, errors_of(ffn, tokens, kept), strict=True))
+    estimates = {Size(1, each): tokens.cost * error for each, error in alone.items()}
+    if kind.num_experts > 1:  # an expert may also be the one for all, where that is better
+        groups = [own for own in _grouped(tokens, kind.num_experts)[1] if len(own) > 1]
+        sizes = [kind.size(ffn, each) for each in kept]
+        routed, split = [s for s in sizes if not s.shared], [s for s in sizes if s.shared]
+        errors = errors_by_groups(groups, lambda own: errors_of(ffn, own, [s.kept for s in routed])) if routed else []
+        errors += errors_together(ffn, groups, [(s.shared, s.own) for s in split]) if split else []
+        for size, error in zip([*routed, *split], errors, strict=True):
+            estimates[size] = tokens.cost * min(error, alone[size.kept])
     return estimates
+
+
+def _grouped(tokens: Tokens, num_groups: int) -> tuple[Groups, list[Tokens]]:
+    groups = Groups.of(tokens.x_TD, num_groups, torch.Generator().manual_seed(0))
+    group_T = groups(tokens.x_TD)
+    return groups, [tokens.where(group_T == number) for number in range(num_groups)]
 
 
 def _mixture(ffn: FFN, tokens: Tokens, size: Size, cut: str) -> Callable[[Tensor], Tensor]:
     """Experts of that size, fitted to groups of the tokens, as one network."""
-    widths = (size.kept, None) if cut == "width" else (ffn.hidden_dim, size.kept)
-    groups = Groups.of(tokens.x_TD, size.num_experts, torch.Generator().manual_seed(0))
-    group_T = groups(tokens.x_TD)
-    whole = fitted(ffn, tokens, *widths)
-    experts = [
-        fitted(ffn, own, *widths) if len(own := tokens.where(group_T == expert)) > 1 else whole
-        for expert in range(size.num_experts)
-    ]
+    groups, own = _grouped(tokens, size.num_experts)
+    own = [each if len(each) > 1 else tokens for each in own]
+    shared: Callable[[Tensor], Tensor] | None = None
+    if size.shared:
+        shared, experts = fitted_together(ffn, own, size.shared, size.own)
+    else:
+        widths = (size.kept, None) if cut == "width" else (ffn.hidden_dim, size.kept)
+        experts = [fitted(ffn, each, *widths) for each in own]
 
     def mixture(x_TD: Tensor) -> Tensor:
         group_T = groups(x_TD)
@@ -187,7 +219,7 @@ def _mixture(ffn: FFN, tokens: Tokens, size: Size, cut: str) -> Callable[[Tensor
         for number, expert in enumerate(experts):
             own_T = group_T == number
             y_TD[own_T] = expert(x_TD[own_T]).to(y_TD.dtype)
-        return y_TD
+        return y_TD if shared is None else y_TD + shared(x_TD)
 
     return mixture
 

@@ -1,8 +1,8 @@
-"""A sparse model that is faster than the dense one it came from: one expert a token, narrower than the dense network.
+"""A sparse model with fewer operations than the dense one it came from: one expert a token, narrower than the network.
 
 Which blocks get experts, how many and how wide, is chosen by what each size does to the answers for an operation saved
-(`ermoe.models.sizes`). The experts are fitted to groups of tokens (`ermoe.models.clusters`), and the model learns its
-dense form's answers (`ermoe.distill`).
+(`ermoe.models.sizes`). The experts, and what all tokens share beside them, are fitted to groups of tokens
+(`ermoe.models.clusters`), and the model learns its dense form's answers (`ermoe.distill`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from ermoe.errors import UserError
-from ermoe.files import StrPath, from_json, read_object, write_json
+from ermoe.files import StrPath, from_json, read_object, to_json, write_json
 from ermoe.models.backbones import family_of
 from ermoe.models.clusters import GroupFit
 from ermoe.models.count import count
 from ermoe.models.io import load, save
 from ermoe.models.passes import images_of
-from ermoe.models.sizes import Size, choose_sizes, entries_of
+from ermoe.models.sizes import Kind, Size, choose_sizes, entries_of
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.nn.ffn import FFN
@@ -40,14 +40,16 @@ _FITS = "fits.json"
 class SlimLayer:
     """What became of one block: its experts, and its operations and parameters over those of the dense network.
 
-    ``error`` is ‖ŷ − y‖ / ‖y‖ on tokens kept apart, weighed by what they mean, before anything was learned;
-    ``one_expert_error`` that of a single such network for all tokens. ``rank`` is None where only widths are cut; of
-    the dense network its matrices count, not its biases.
+    A token meets ``width`` hidden units, of which ``shared`` are those of a network for all tokens. ``error`` is
+    ‖ŷ − y‖ / ‖y‖ on tokens kept apart, weighed by what they mean, before anything was learned; ``one_expert_error``
+    that of a single such network for all tokens. ``rank`` is None where only widths are cut; of the dense network its
+    matrices count, not its biases.
     """
 
     name: str
     num_experts: int
     width: int
+    shared: int
     rank: int | None
     dense_width: int
     operations: float
@@ -89,6 +91,7 @@ class Slimmed:
             "block",
             "experts",
             "hidden width",
+            "shared",
             "rank",
             "operations",
             "parameters",
@@ -98,9 +101,9 @@ class Slimmed:
         )
         rows = [f"| {' | '.join(header)} |", "| :-- " + "| --: " * (len(header) - 1) + "|"]
         rows += [
-            f"| {layer.name} | {layer.num_experts} | {layer.width} of {layer.dense_width} | {layer.rank or 'full'} "
-            f"| {layer.operations:.2f} | {layer.parameters:.2f} | {layer.error:.3f} | {layer.one_expert_error:.3f} "
-            f"| {layer.load_cv2:.3f} |"
+            f"| {layer.name} | {layer.num_experts} | {layer.width} of {layer.dense_width} | {layer.shared} "
+            f"| {layer.rank or 'full'} | {layer.operations:.2f} | {layer.parameters:.2f} | {layer.error:.3f} "
+            f"| {layer.one_expert_error:.3f} | {layer.load_cv2:.3f} |"
             for layer in self.layers
         ]
         larger = self.parameters / self.dense_parameters
@@ -118,6 +121,7 @@ def slim(
     *,
     budget: float = 0.8,
     num_experts: int = 8,
+    routed: float = 1.0,
     cut: str = "width",
     calibration: Iterable[Any] | None = None,
     held_out: Iterable[Any] | None = None,
@@ -133,7 +137,10 @@ def slim(
         batches: unlabelled images, a list of batches or a data loader.
         budget: operations of the slim model over those of the dense one, between 0 and 1.
         num_experts: of a layer, unless one network is better for all its tokens. They cost memory, not operations.
-        cut: "width" gives experts fewer hidden units; "rank" keeps all, with factors of lower rank.
+        routed: share of the dense hidden width that each expert has to itself; other units that are kept belong to a
+            network which all tokens share. With 1 nothing is shared. With less, 0.125 for instance, the model is
+            smaller and faster, and farther from the dense one.
+        cut: "width" leaves fewer hidden units; "rank" keeps all, with factors of lower rank, and shares nothing.
         calibration: batches by which widths are chosen and to which experts are fitted; by default ``batches``, which
             may be augmented where these are not.
         held_out: other batches, on which the two are compared; by default the first few of ``batches``.
@@ -150,6 +157,8 @@ def slim(
     """
     if not 0 < budget < 1:
         raise UserError(f"budget={budget}: need a share of the dense model's operations between 0 and 1, such as 0.8")
+    if not 0 < routed <= 1:
+        raise UserError(f"routed={routed}: need a share of the hidden width, above 0 and at most 1, such as 0.125")
     if cut not in ("width", "rank"):
         raise UserError(f"cut={cut!r}: use 'width' or 'rank'")
     device = (compute or Compute()).device
@@ -158,7 +167,8 @@ def slim(
         if isinstance(batches, Loader):
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
-    choice: dict[str, Any] = {"budget": budget, "num_experts": num_experts, "cut": cut, "seed": seed}
+    kind = Kind(num_experts, cut, routed)
+    choice: dict[str, Any] = {"budget": budget, "kind": kind, "seed": seed}
     if folder is None:
         slimmed = fit_slim(model, calibration, **choice)
     else:
@@ -168,20 +178,19 @@ def slim(
     return _described(slimmed, model, figures)
 
 
-def fit_slim(
-    model: nn.Module, calibration: Iterable[Any], *, budget: float, num_experts: int, cut: str, seed: int
-) -> nn.Module:
+def fit_slim(model: nn.Module, calibration: Iterable[Any], *, budget: float, kind: Kind, seed: int) -> nn.Module:
     """The slim model before it has learned: sizes chosen, experts fitted to groups of tokens."""
-    sizes = choose_sizes(model, calibration, budget, num_experts, cut)
-    kept = [size.kept for size in sizes.values()]
+    sizes = choose_sizes(model, calibration, budget, kind)
+    own, is_rank = [size.own for size in sizes.values()], kind.cut == "rank"
     return upcycle(
         model,
         blocks=list(sizes),
         num_experts=[size.num_experts for size in sizes.values()],
-        hidden_dim=kept if cut == "width" else None,
-        rank=kept if cut == "rank" else None,
+        hidden_dim=None if is_rank else own,
+        shared=None if is_rank else [size.shared for size in sizes.values()],
+        rank=own if is_rank else None,
         top_k=1,
-        experts="dense" if cut == "width" else "eigen",
+        experts="eigen" if is_rank else "dense",
         init="clusters",
         calibration=calibration,
         generator=torch.Generator().manual_seed(seed),
@@ -194,7 +203,7 @@ def _fitted_once(place: Path, model: nn.Module, calibration: Iterable[Any], choi
     It is known by the choice, the dense weights and the first images.
     """
     first = [images_of(batch) for batch in islice(calibration, 1)]
-    origin = {**choice, "model": _digest(model.state_dict().values()), "images": _digest(first)}
+    origin = {**to_json(choice), "model": _digest(model.state_dict().values()), "images": _digest(first)}
     if (place / _FITS).exists():
         about = read_object(place / _FITS, "remove its folder to fit anew")
         if about.get("origin") == origin:
@@ -245,14 +254,16 @@ def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Sli
 
 def _layer(name: str, layer: MixtureLayer, ffn: FFN, fit: GroupFit) -> SlimLayer:
     num_experts, (width, rank) = layer.experts.num_experts, layer.experts.size
-    kept = Size(num_experts, width if rank is None else rank)
+    shared = 0 if layer.shared is None else layer.shared.size[0]
+    met = Size(num_experts, shared + width if rank is None else rank, shared)
     return SlimLayer(
         name,
         num_experts,
-        width,
+        shared + width,
+        shared,
         rank,
         dense_width=ffn.hidden_dim,
-        operations=kept.entries(ffn, is_rank=rank is not None) / entries_of(ffn),
+        operations=met.entries(ffn, is_rank=rank is not None) / entries_of(ffn),
         parameters=sum(p.numel() for p in layer.parameters()) / entries_of(ffn),
         error=fit.error,
         one_expert_error=fit.one_expert_error,

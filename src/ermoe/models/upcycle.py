@@ -34,7 +34,7 @@ Options: TypeAlias = dict[str, Any]
 # Options of expert layers that follow from the network they replace.
 _GIVEN = ("dim", "hidden_dim", "gated", "act_layer", "norm_layer", "bias", "drop", "shared_dim", "device", "dtype")
 
-_BY_BLOCK = ("num_experts", "rank", "hidden_dim")  # options of which there may be one for each block
+_BY_BLOCK = ("num_experts", "rank", "hidden_dim", "shared")  # options of which there may be one for each block
 
 # "empty" leaves experts uninitialised, for weights that are about to be loaded.
 _INITS = ("dense", "clusters", "same", "random", "empty")
@@ -52,7 +52,7 @@ class Sparsity:
     hidden_dim: int | tuple[int, ...] | None = None
     route_rank: int | None = None
     experts: str | None = None
-    shared: str | None = None
+    shared: str | int | tuple[int, ...] | None = None
     router: str = "eigen"
     context_of: str = "features"
     context_grad: bool = True
@@ -62,8 +62,10 @@ class Sparsity:
     def __post_init__(self) -> None:
         if self.context_of not in CONTEXT_SOURCES:
             raise UserError(f"context_of={self.context_of!r}: use 'features' or 'attention'")
-        if self.shared not in (None, "dense"):
-            raise UserError(f"shared={self.shared!r}: use 'dense', which keeps the dense network, or leave it out")
+        if isinstance(self.shared, str) and self.shared != "dense":
+            raise UserError(
+                f"shared={self.shared!r}: use 'dense', which keeps the dense network, a hidden width, or leave it out"
+            )
         if self.experts is None:  # what the routers' own papers have
             object.__setattr__(self, "experts", "eigen" if self.router == "eigen" else "dense")
         for name in _BY_BLOCK:
@@ -76,8 +78,8 @@ class Sparsity:
         for name in ("top_k", "route_rank", *_BY_BLOCK):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) and name in _BY_BLOCK else (value,) * len(self.blocks)
-            may_be_none = name not in ("num_experts", "top_k")
-            is_whole = all(isinstance(number, int) or (number is None and may_be_none) for number in values)
+            others = {"num_experts": (), "top_k": (), "shared": (None, "dense")}.get(name, (None,))
+            is_whole = all(isinstance(number, int) or number in others for number in values)
             if not is_whole or len(values) != len(self.blocks):
                 each = f", or one for each of the {len(self.blocks)} blocks that get experts"
                 raise UserError(f"{name}={value!r}: need a whole number{each if name in _BY_BLOCK else ''}")
@@ -102,13 +104,19 @@ class Sparsity:
         """Hidden width of the experts that replace ``ffn``."""
         width: int | None = self.of_block("hidden_dim", block)
         if width is None:
-            return ffn.hidden_dim if self.shared is None else min(max(1, ffn.dim // 2), ffn.hidden_dim)
+            is_whole = self.shared_width(ffn, block) is None
+            return ffn.hidden_dim if is_whole else min(max(1, ffn.dim // 2), ffn.hidden_dim)
         return width
+
+    def shared_width(self, ffn: FFN, block: int | None = None) -> int | None:
+        """Hidden width of the network that every token meets beside the experts; None where there is none."""
+        width: str | int | None = self.of_block("shared", block)
+        return ffn.hidden_dim if width == "dense" else int(width or 0) or None
 
     def _rank(self, ffn: FFN, width: int, block: int | None) -> int | None:
         """Rank of the experts; None for full. Beside the dense network they are small."""
         rank: int | None = self.of_block("rank", block)
-        is_small = self.shared is not None and self.experts == "eigen"
+        is_small = self.shared_width(ffn, block) is not None and self.experts == "eigen"
         return min(max(1, ffn.dim // 4), width) if rank is None and is_small else rank
 
     def layer_like(self, ffn: FFN, block: int | None = None) -> MixtureLayer:
@@ -118,10 +126,15 @@ class Sparsity:
             raise UserError(
                 f"hidden_dim={width}: the dense network has {ffn.hidden_dim} hidden units; use 1 to {ffn.hidden_dim}"
             )
+        shared_width = self.shared_width(ffn, block)
+        if shared_width is not None and not 1 <= shared_width <= ffn.hidden_dim:
+            raise UserError(
+                f"shared={shared_width}: the dense network has {ffn.hidden_dim} hidden units; use 1 to {ffn.hidden_dim}"
+            )
         known = options_of(self.router)
         options = {"num_experts": self.of_block("num_experts", block), "experts": self.experts, **self.layer_options}
         options |= {"top_k": self.top_k} if "top_k" in known else {}  # Soft MoE has no experts per token
-        options |= {} if self.shared is None else {"shared_dim": ffn.hidden_dim}
+        options |= {} if shared_width is None else {"shared_dim": shared_width}
         ranks = {"rank": self._rank(ffn, width, block), "route_rank": self.route_rank}
         options |= {name: rank for name, rank in ranks.items() if rank is not None}
         mlp = {"gated": ffn.gate is not None, "act_layer": ffn.act_layer(), "norm_layer": ffn.norm_layer()}
@@ -150,7 +163,7 @@ def upcycle(
     hidden_dim: int | Sequence[int] | None = None,
     route_rank: int | None = None,
     experts: str | None = None,
-    shared: str | None = None,
+    shared: str | int | Sequence[int] | None = None,
     router: str = "eigen",
     init: str = "dense",
     inplace: bool = False,
@@ -177,7 +190,9 @@ def upcycle(
         experts: "eigen" (U diag(s) Vᵀ) or "dense" (plain weights; an eigen router then keeps a basis of its own).
             By default "eigen" for the eigen router and "dense" for the others, as in their papers.
         shared: "dense" keeps the dense network as an expert that every token meets. The others are small, hidden width
-            D / 2 and rank D / 4 unless given, and add nothing at the start: outputs stay exactly.
+            D / 2 and rank D / 4 unless given, and add nothing at the start: outputs stay exactly. A number, or one for
+            each block (0 for none), is the hidden width of a shared network that is fitted together with the experts,
+            with ``init="clusters"`` and ``experts="dense"``.
         router: "eigen", or a baseline of `ermoe.nn.registry.LAYERS`: "v-moe", "expert-choice", "soft", "base", ….
         init: "dense" starts every expert as the dense network. "clusters" groups the tokens of ``calibration`` and
             makes each expert the best version of the dense network for its group, which the router then chooses: the
@@ -219,7 +234,7 @@ def upcycle(
         if layer_options["routing_basis"] == "shared" and route_rank is None:
             most = num_experts if isinstance(num_experts, int) else max(num_experts)
             route_rank = max(8, most)  # groups differ in E − 1 directions
-    elif shared is not None and calibration is not None:
+    elif shared == "dense" and calibration is not None:
         raise UserError(
             f"shared={shared!r}, init={init!r}: the dense network is kept, so nothing is fitted to calibration=; leave "
             "it out, or group its tokens with init='clusters'"
@@ -234,7 +249,7 @@ def upcycle(
         hidden_dim=_each(hidden_dim),
         route_rank=route_rank,
         experts=experts,
-        shared=shared,
+        shared=_each(shared),
         router=router,
         context_of=context_of,
         context_grad=context_grad,
@@ -306,16 +321,32 @@ def _defect(
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block).folded()
     layer = sparsity.layer_like(ffn, index)
-    is_narrow = sparsity.shared is None and sparsity.width(ffn, index) < ffn.hidden_dim
+    shared_width = sparsity.shared_width(ffn, index)
+    is_fitted_together = shared_width is not None and shared_width < ffn.hidden_dim
+    is_narrow = is_fitted_together or (shared_width is None and sparsity.width(ffn, index) < ffn.hidden_dim)
+    if is_fitted_together and init in ("dense", "same"):
+        raise UserError(
+            f"shared={sparsity.shared}: a shared network narrower than the dense one is fitted together with its "
+            "experts; use init='clusters', or shared='dense'"
+        )
+    if is_fitted_together and init == "clusters" and sparsity.experts == "eigen":
+        raise UserError(
+            f"shared={sparsity.shared}: hidden units are shared out among plain weights; use experts='dense'"
+        )
+    if is_fitted_together and (shared_width or 0) + sparsity.width(ffn, index) > ffn.hidden_dim:
+        raise UserError(
+            f"shared={shared_width}, hidden_dim={sparsity.width(ffn, index)}: together these are more than the "
+            f"{ffn.hidden_dim} hidden units of the dense network"
+        )
     if is_narrow and ffn.inner_norm is not None and init not in ("random", "empty"):
         raise UserError(
-            f"hidden_dim={sparsity.hidden_dim}: the dense network normalises its hidden layer, and fewer units have "
-            "another norm; cut the rank instead, with rank="
+            f"hidden_dim={sparsity.width(ffn, index)}: the dense network normalises its hidden layer, and fewer units "
+            "have another norm; cut the rank instead, with rank="
         )
     if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
         raise UserError(
-            f"hidden_dim={sparsity.hidden_dim}: narrower experts are fitted to tokens; pass calibration=, unlabelled "
-            "batches, with init='dense' or 'clusters', or start from init='random'"
+            f"hidden_dim={sparsity.width(ffn, index)}: narrower experts are fitted to tokens; pass calibration=, "
+            "unlabelled batches, with init='dense' or 'clusters', or start from init='random'"
         )
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)

@@ -150,6 +150,8 @@ def _freeze_all_but_experts(model: nn.Module) -> None:
     freeze(model, "*")
     for layer in moe_layers(model).values():
         layer.experts.requires_grad_(True)
+        if layer.shared is not None:
+            layer.shared.requires_grad_(True)
 
 
 @dataclass(slots=True)

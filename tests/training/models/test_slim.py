@@ -50,6 +50,24 @@ def test_the_whole_model_is_within_its_budget(dense, slimmed):
     assert len(moe_layers(slimmed.model)) == len(slimmed.layers)
 
 
+def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, batches, slimmed):
+    options = {"num_experts": 3, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
+    shared = ermoe.slim(dense, batches[:3], routed=0.125, **options)
+    assert shared.share <= 0.8
+    layers = moe_layers(shared.model)
+    mixtures = [layer for layer in shared.layers if layer.num_experts > 1]
+    assert mixtures
+    for layer in mixtures:
+        found = layers[f"{layer.name}.mlp"]
+        own = 0 if found.shared is None else found.shared.size[0]
+        assert (own, own + found.experts.size[0]) == (layer.shared, layer.width)
+        assert layer.width - layer.shared == min(layer.width, layer.dense_width // 8)
+    assert all(layer.shared == 0 for layer in slimmed.layers)
+    assert shared.parameters < slimmed.parameters
+    with pytest.raises(UserError, match="above 0 and at most 1"):
+        ermoe.slim(dense, batches, routed=0)
+
+
 def test_the_report_says_what_was_done(slimmed):
     assert f"{slimmed.agreement:.1%} of held-out images" in slimmed.table()
     assert json.loads(json.dumps(slimmed.as_json()))["share"] == slimmed.share

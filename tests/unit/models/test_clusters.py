@@ -11,6 +11,7 @@ from ermoe.errors import UserError
 from ermoe.models import clusters, fitting
 from ermoe.models import tokens as tokens_module
 from ermoe.models.backbones import family_of
+from ermoe.models.together import errors_together, fitted_together
 from ermoe.models.tokens import Tokens, TokenSample, sample_tokens
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
@@ -111,7 +112,7 @@ def test_the_last_map_is_the_least_squares_one():
 
 def test_moments_are_those_of_all_rows_at_once():
     x, weight = torch.randn(100, 5) + 1, torch.rand(100)
-    moments = fitting._Moments.over(zip(x.split(33), weight.split(33), strict=True))
+    moments = fitting.Moments.over(zip(x.split(33), weight.split(33), strict=True))
     torch.testing.assert_close(moments.mean, (x * weight[:, None]).sum(0).double() / weight.double().sum())
     wanted = torch.cov(x.double().T, correction=0, aweights=weight.double())
     torch.testing.assert_close(moments.covariance(centred=True), wanted, atol=1e-5, rtol=1e-5)
@@ -279,3 +280,99 @@ def test_too_few_tokens_are_refused():
     model = timm.create_model("test_vit", img_size=32)
     with pytest.raises(UserError, match="tokens for 8 experts: pass more images"):
         ermoe.upcycle(model, init="clusters", calibration=[torch.randn(1, 3, 32, 32)])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_networks_fitted_together_are_nearer_than_one_of_their_width_for_all(gated, bias):
+    ffn = network(gated=gated, bias=bias)
+    x, kind = two_kinds()
+    groups = [alike(x[kind == number]) for number in (0, 1)]
+    shared, beside = fitted_together(ffn, groups, 12, 6)
+    one = fitting.fitted(ffn, alike(x), 18)
+    assert [part.hidden_dim for part in (shared, *beside)] == [12, 6, 6]
+
+    def apart(network):
+        return sum(
+            float((network(number, own.x_TD) - ffn(own.x_TD)).square().sum()) for number, own in enumerate(groups)
+        )
+
+    assert apart(lambda number, x: shared(x) + beside[number](x)) < 0.9 * apart(lambda _, x: one(x))
+
+
+def test_networks_fitted_together_solve_all_groups_at_once():
+    """Beside the slow twin: one regression in which every group has columns of its own, by stacking equations."""
+    ffn = network()
+    ffn = FFN(*(Linear(part.W.double(), part.b.double()) for part in (ffn.up, ffn.down)), ffn.act, ffn.norm)
+    x, kind = two_kinds()
+    groups = [alike(x[kind == number].double()) for number in (0, 1)]
+    shared, beside = fitted_together(ffn, groups, 12, 6)
+    units = [
+        [int((ffn.up.W - column.unsqueeze(1)).abs().sum(0).argmin()) for column in part.up.W.mT]
+        for part in (shared, *beside)
+    ]
+    rows, wanted = [], []
+    for number, own in enumerate(groups):
+        hidden = ffn.hidden(own.x_TD)
+        a, y = hidden - hidden.mean(0), ffn(own.x_TD) - ffn(own.x_TD).mean(0)
+        kept = [*units[0], *units[1 + number]]
+        variance = a[:, kept].square().mean(0).mean() * len(a)
+        row = torch.zeros(len(a) + 18, 24).double()
+        columns = [*range(12), *range(12 + 6 * number, 18 + 6 * number)]
+        row[: len(a), columns] = a[:, kept]
+        ridge = torch.tensor([fitting.ridge_of(12, len(x))] * 12 + [fitting.ridge_of(6, len(a))] * 6)
+        root = torch.diag((ridge.double() * variance).sqrt())
+        row[len(a) :, columns] = root
+        rows.append(row)
+        wanted.append(torch.cat([y, root @ ffn.down.W[kept]]))
+    solution = torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted)).solution
+    found = torch.cat([part.down.W for part in (shared, *beside)])
+    torch.testing.assert_close(found, solution, atol=1e-6, rtol=1e-6)
+    for network_of, own in zip(beside, groups, strict=True):  # the mean of every group is kept
+        mean = (shared(own.x_TD) + network_of(own.x_TD)).mean(0)
+        torch.testing.assert_close(mean, ffn(own.x_TD).mean(0), atol=1e-9, rtol=1e-9)
+
+
+def test_errors_of_networks_fitted_together_are_those_of_the_other_half():
+    ffn = network()
+    x, kind = two_kinds()
+    groups = [alike(x[kind == number]) for number in (0, 1)]
+    halves = [[alike(own.x_TD[start::2]) for own in groups] for start in (0, 1)]
+    shared, beside = fitted_together(ffn, halves[0], 12, 6)
+    squares = []
+    for fit, other in zip(beside, halves[1], strict=True):
+        apart = shared(other.x_TD) + fit(other.x_TD) - ffn(other.x_TD)
+        squares.append((apart - apart.mean(0)).square().sum(1))  # as if biases had met the other half
+    (found,) = errors_together(ffn, groups, [(12, 6)])
+    assert found == pytest.approx(float(torch.cat(squares).mean()), rel=1e-3)
+
+
+def test_a_narrow_shared_network_is_part_of_the_layer(dense, batches, tmp_path):
+    sizes = {"hidden_dim": [16, 24], "shared": [48, 0], "experts": "dense"}
+    model = convert(dense, batches, **sizes)
+    first, second = moe_layers(model).values()
+    assert first.shared.size[0] == 48
+    assert second.shared is None
+    fit = model.group_fits["blocks.2"]
+    assert fit.error < fit.one_expert_error
+    ermoe.save(model, tmp_path / "model")
+    torch.testing.assert_close(ermoe.load(tmp_path / "model").eval()(batches[0]), model.eval()(batches[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared": 16, "hidden_dim": 8, "experts": "eigen"}, "use experts='dense'"),
+        ({"shared": 180, "hidden_dim": 64, "experts": "dense"}, "together these are more than"),
+        ({"shared": 500, "hidden_dim": 8, "experts": "dense"}, "use 1 to"),
+        ({"shared": "half"}, "use 'dense', which keeps the dense network, a hidden width"),
+    ],
+)
+def test_shared_networks_that_cannot_be_are_refused(dense, batches, options, message):
+    with pytest.raises(UserError, match=message):
+        convert(dense, batches, **options)
+
+
+def test_a_narrow_shared_network_wants_tokens(dense, batches):
+    with pytest.raises(UserError, match="use init='clusters'"):
+        ermoe.upcycle(dense, shared=16, hidden_dim=8, experts="dense", calibration=batches)

@@ -6,7 +6,6 @@ import torch
 
 from ermoe.models import sizes
 from ermoe.models.backbones import family_of
-from ermoe.models.sizes import Size
 from ermoe.models.tokens import sample_tokens
 
 
@@ -55,13 +54,14 @@ def test_answers_stay_with_the_blocks_own_network_and_change_without_it(dense, b
     assert without == pytest.approx(float((wanted.exp() * (wanted - found)).sum(1).mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("cut", ["width", "rank"])
-def test_estimates_are_brought_to_what_is_measured(dense, batches, block, cut):
+@pytest.mark.parametrize(("cut", "routed"), [("width", 1.0), ("width", 0.125), ("rank", 1.0)])
+def test_estimates_are_brought_to_what_is_measured(dense, batches, block, cut, routed):
+    kind = sizes.Kind(2, cut, routed)
     answers = sizes._Answers(dense, batches[4:])
     tokens = sample_tokens(dense, {"2": block}, batches[:4])["2"]
-    harm = sizes._harm(answers, *block, tokens, 2, cut)
+    harm = sizes._harm(answers, *block, tokens, kind)
     for step in sizes._MEASURED_AT:
-        size = Size(2, sizes._steps(block[1], cut)[step - 1])
+        size = kind.size(block[1], sizes._steps(block[1], cut)[step - 1])
         measured = answers.divergence(*block, sizes._mixture(block[1], tokens, size, cut))
         assert harm[size] == pytest.approx(measured, rel=1e-3)
     assert all(value >= 0 for value in harm.values())
