@@ -28,12 +28,14 @@ from ermoe.studies.bench.measure import Measurement
 from ermoe.studies.bench.parts import PASSES, SHAPES, table_of
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.catalogue import ENTRIES, find
+from ermoe.studies.paper.images import LABELS
 from ermoe.studies.record import RECORDS, Record, read_records
 from ermoe.studies.tables import Table, filled_in
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TINY, CIFAR = "mini-tiny-imagenet-200-4-epochs", "mini-cifar-10-batches-bin-2-epochs"
+FINE_TUNED = "tiny-{}-from-deit_tiny_patch16_224.safetensors"
 PROBED = "mini-cifar-10-batches-bin-after-tiny-imagenet-200-4-epochs"
 PREDICTED = {  # by the operations of the cost model, docs/explanation/cost-model.md
     "experts, E·r fixed": ("1", "1", "1", "1"),
@@ -74,6 +76,11 @@ def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
     found = find(study, scale).findings(Runs(read_records(RESULTS / "paper" / study / place / RECORDS))).table
     table = found.only(*columns) if columns else found
     return Table(table.header, [row for row in table.rows if set(row[1:]) != {"–"}])
+
+
+def fine_tuned(data: str, *columns: str) -> Table:
+    """DeiT-Tiny in every sparse form after fine-tuning on ``data``."""
+    return of_paper("finetune", FINE_TUNED.format(data), *columns)
 
 
 def relabelled(table: Table, labels: dict[str, str], default: str = "{}") -> Table:
@@ -208,22 +215,29 @@ def cell(table: Table, row: str, column: str) -> str:
 
 def summary() -> Table:
     """Wins, losses and ties of the studies, a line each; README.md shows it."""
-    cifar, start = cifar10(), upcycle_cifar10.table(lines_of("upcycle_cifar10"))
+    cifar = cifar10()
     words = retrieval_flickr8k.table(lines_of("flickr8k"))
     layer, paper_rule, brains = parts("AVX512"), TABLES["balance"](), ixi50()
     presets = ("cifar17-ermoe", "cifar17-v-moe", "cifar17-dense")
-    starts = ("ERMoE, eigen-upcycled, calibrated", "V-MoE, copied experts, new gate", "dense")
     rules = ("ERMoE (paper's rule)", "V-MoE")
     photographs = partial(cell, real_weights.table(lines_of("real_weights")))
     models = (real_weights.LABELS[row] for row in ("exact", "slim-0.8", "dense"))
     converted, slim, dense = (photographs(model, "top-1 %") for model in models)
+    tuned = fine_tuned("tiny-imagenet-200")
+    kept = [LABELS[method] for method in ("ermoe-shared", "v-moe", "dense")]
     compared = [
+        (
+            "accuracy, DeiT-Tiny fine-tuned on Tiny-ImageNet",
+            *(cell(tuned, method, "accuracy") for method in kept),
+            f"{cell(tuned, kept[0], 'over V-MoE')} to V-MoE, {cell(tuned, kept[0], 'over dense')} to dense",
+        ),
+        ("operations there", *(cell(tuned, method, "operations ÷ dense") for method in kept), "**win** over V-MoE"),
+        ("parameters there", *(cell(tuned, method, "parameters ÷ dense") for method in kept), "**win** over V-MoE"),
         ("top-1 %, ImageNet photographs, DeiT-Tiny made sparse", converted, "–", dense, "equal"),
         ("the same slimmed to 0.8 of the operations", slim, "–", dense, "**loss**"),
         ("accuracy, CIFAR-10 from scratch", *(cell(cifar, name, "accuracy") for name in presets), "equal"),
         ("load CV² there", *(cell(cifar, name, "load CV²") for name in presets), "**win**"),
         ("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets), "**loss**"),
-        ("accuracy in %, CIFAR-10, converted", *(cell(start, name, "after") for name in starts), "small loss"),
         (
             "load CV², Tiny-ImageNet, the paper's rule",
             *(cell(paper_rule, name, "load CV²") for name in rules),
@@ -266,6 +280,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "routers-layer": routers_layer,
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
     "real-weights-rates": lambda: real_weights.tuning_table(lines_of("real_weights")),
+    "fine-tuning-tiny-imagenet": partial(fine_tuned, "tiny-imagenet-200"),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
     "upcycle-cifar10-pairs": lambda: upcycle_cifar10.pairs(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),

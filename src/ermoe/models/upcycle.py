@@ -321,36 +321,40 @@ def _defect(
     """What is wrong with the block; what is wrong with the options is raised, for it is no block's fault."""
     ffn = family.ffn(block).folded()
     layer = sparsity.layer_like(ffn, index)
-    shared_width = sparsity.shared_width(ffn, index)
-    is_fitted_together = shared_width is not None and shared_width < ffn.hidden_dim
-    is_narrow = is_fitted_together or (shared_width is None and sparsity.width(ffn, index) < ffn.hidden_dim)
-    if is_fitted_together and init in ("dense", "same"):
-        raise UserError(
-            f"shared={sparsity.shared}: a shared network narrower than the dense one is fitted together with its "
-            "experts; use init='clusters', or shared='dense'"
-        )
-    if is_fitted_together and init == "clusters" and sparsity.experts == "eigen":
-        raise UserError(
-            f"shared={sparsity.shared}: hidden units are shared out among plain weights; use experts='dense'"
-        )
-    if is_fitted_together and (shared_width or 0) + sparsity.width(ffn, index) > ffn.hidden_dim:
-        raise UserError(
-            f"shared={shared_width}, hidden_dim={sparsity.width(ffn, index)}: together these are more than the "
-            f"{ffn.hidden_dim} hidden units of the dense network"
-        )
-    if is_narrow and ffn.inner_norm is not None and init not in ("random", "empty"):
-        raise UserError(
-            f"hidden_dim={sparsity.width(ffn, index)}: the dense network normalises its hidden layer, and fewer units "
-            "have another norm; cut the rank instead, with rank="
-        )
-    if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
-        raise UserError(
-            f"hidden_dim={sparsity.width(ffn, index)}: narrower experts are fitted to tokens; pass calibration=, "
-            "unlabelled batches, with init='dense' or 'clusters', or start from init='random'"
-        )
+    _refuse_widths(sparsity, ffn, index, init, is_calibrated)
     if init in ("dense", "same"):
         refuse_equal_experts(layer, ffn)
     return ffn.defect() or (family.no_context(block) if layer.needs_context else None)
+
+
+def _refuse_widths(sparsity: Sparsity, ffn: FFN, index: int, init: str, is_calibrated: bool) -> None:
+    """Refuses narrow networks that nothing could be fitted to, or that are no part of the dense one."""
+    width, shared = sparsity.width(ffn, index), sparsity.shared_width(ffn, index)
+    is_fitted_together = shared is not None and shared < ffn.hidden_dim
+    if shared is not None and is_fitted_together:
+        if init in ("dense", "same"):
+            raise UserError(
+                f"shared={shared}: a shared network narrower than the dense one is fitted together with its experts; "
+                "use init='clusters', or shared='dense'"
+            )
+        if init == "clusters" and sparsity.experts == "eigen":
+            raise UserError(f"shared={shared}: hidden units are shared out among plain weights; use experts='dense'")
+        if shared + width > ffn.hidden_dim:
+            raise UserError(
+                f"shared={shared}, hidden_dim={width}: together these are more than the {ffn.hidden_dim} hidden units "
+                "of the dense network"
+            )
+    is_narrow = is_fitted_together or (shared is None and width < ffn.hidden_dim)
+    if is_narrow and ffn.inner_norm is not None and init not in ("random", "empty"):
+        raise UserError(
+            f"hidden_dim={width}: the dense network normalises its hidden layer, and fewer units have another norm; "
+            "cut the rank instead, with rank="
+        )
+    if is_narrow and (init == "same" or (init == "dense" and not is_calibrated)):
+        raise UserError(
+            f"hidden_dim={width}: narrower experts are fitted to tokens; pass calibration=, unlabelled batches, with "
+            "init='dense' or 'clusters', or start from init='random'"
+        )
 
 
 def _tie(family: Family, model: nn.Module, index: int) -> str | None:
