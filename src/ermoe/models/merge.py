@@ -17,7 +17,7 @@ from ermoe.errors import UserError
 from ermoe.models.backbones import SparseBlock, densify, family_of
 from ermoe.models.obstacles import refuse_adapters
 from ermoe.models.upcycle import Sparsity, mark_sparse, sparsity_of
-from ermoe.nn import DenseLinear, EigenLinear, MoE, Score, TopKRouter
+from ermoe.nn import DenseLinear, EigenLinear, Experts, MixtureLayer, MoE, Score, TopKRouter
 from ermoe.nn.sharding import usable_copy
 
 _EQUAL_ENOUGH = 1e-4
@@ -107,8 +107,7 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for name, block in sparse:
         _check_equal(name, block)
     for _, block in sparse:
-        networks = block.mlp.experts if block.mlp.shared is None else block.mlp.shared
-        weights = [(linear.matrices(), linear.bias) for linear in networks.linears()]
+        weights = [(linear.matrices(), linear.bias) for linear in _networks(block).linears()]
         densify(block)
         family.ffn(block).assign((_mean(W_EIO), None if b_EO is None else _mean(b_EO)) for W_EIO, b_EO in weights)
     backbone = family.backbone(model)
@@ -118,8 +117,21 @@ def to_dense(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return model
 
 
+def _networks(block: SparseBlock) -> Experts:
+    """What the dense network has become: all experts, or the one that every token meets."""
+    layer: MixtureLayer = block.mlp
+    return layer.experts if layer.shared is None else layer.shared
+
+
 @torch.no_grad()
 def _check_equal(name: str, block: SparseBlock) -> None:
+    (skeleton,) = block._skeleton
+    kept = sum(linear.matrices()[0].numel() for linear in _networks(block).linears())
+    if kept < sum(parameter.numel() for parameter in skeleton.parameters() if parameter.dim() > 1):
+        raise UserError(
+            f"the networks of {name} keep only some of the dense network's hidden units: it cannot be dense again; go "
+            "back to the dense model that it was made from"
+        )
     if block.mlp.shared is not None:
         last = block.mlp.experts.down
         if bool(last.matrices().any()) or (last.bias is not None and bool(last.bias.any())):

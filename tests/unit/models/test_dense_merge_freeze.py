@@ -83,6 +83,14 @@ class TestToDense:
         with pytest.raises(ValueError, match="not sparse"):
             ermoe.to_dense(build("test_vit")[0])
 
+    @pytest.mark.parametrize("options", [{"num_experts": 1}, {"num_experts": 2, "shared": 32}])
+    def test_narrow_networks_cannot_be_dense_again(self, options):
+        dense, size = build("test_vit")
+        sizes = {"init": "clusters", "hidden_dim": 16, "top_k": 1, "experts": "dense", "blocks": [1]}
+        sparse = ermoe.upcycle(dense, calibration=[photographs(size)], **sizes, **options)
+        with pytest.raises(ValueError, match="keep only some of the dense network's hidden units"):
+            ermoe.to_dense(sparse)
+
 
 class TestMerge:
     @pytest.mark.parametrize("options", [{}, {"score": "prototype"}, {"score": "energy"}, {"score": "logit"}])
