@@ -78,9 +78,9 @@ def of_paper(study: str, place: str = "mini-bundled", *columns: str) -> Table:
     return Table(table.header, [row for row in table.rows if set(row[1:]) != {"–"}])
 
 
-def fine_tuned(data: str, *columns: str) -> Table:
-    """DeiT-Tiny in every sparse form after fine-tuning on ``data``."""
-    return of_paper("finetune", FINE_TUNED.format(data), *columns)
+def fine_tuned(data: str, study: str = "finetune") -> Table:
+    """What a study says of DeiT-Tiny in every sparse form, fine-tuned on ``data``."""
+    return of_paper(study, FINE_TUNED.format(data))
 
 
 def relabelled(table: Table, labels: dict[str, str], default: str = "{}") -> Table:
@@ -281,6 +281,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
     "real-weights-rates": lambda: real_weights.tuning_table(lines_of("real_weights")),
     "fine-tuning-tiny-imagenet": partial(fine_tuned, "tiny-imagenet-200"),
+    "stability": partial(fine_tuned, "tiny-imagenet-200", "stability"),
     "upcycle-cifar10": lambda: upcycle_cifar10.table(lines_of("upcycle_cifar10")),
     "upcycle-cifar10-pairs": lambda: upcycle_cifar10.pairs(lines_of("upcycle_cifar10")),
     "flickr8k": lambda: retrieval_flickr8k.table(lines_of("flickr8k")),
