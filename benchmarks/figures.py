@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ermoe.models.presets import PRESETS, Way, millions, ways
+from ermoe.studies.figures import Runs
+from ermoe.studies.paired import apart
 from ermoe.studies.record import read_records
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,7 +83,14 @@ def parameters(row: str) -> str:
     return next(f"{record['figures']['parameters']:.1f}" for record in records if record["name"] == row)
 
 
+def points_apart(ours: str, theirs: str) -> str:
+    """Between two rows of the study on real weights, photograph by photograph, with half of the 95 % interval."""
+    return str(apart(Runs(read_records(RESULTS / "real_weights.jsonl")), (ours,), (theirs,)))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "slim-over-low-rank": lambda: points_apart("slim-0.8", "one-low-rank-0.8"),
+    "slim-over-low-rank-fitted": lambda: points_apart("slim-0.8-fitted", "one-low-rank-0.8-fitted"),
     "slim-parameters": lambda: parameters("slim-0.8-fitted"),
     "slim-16-parameters": lambda: parameters("slim-16-0.8-fitted"),
     "inspection-extra": lambda: figure(
