@@ -281,8 +281,8 @@ def _or_all(tokens: Tokens, chosen_T: Tensor) -> Tokens:
 @torch.no_grad()
 def errors_by_groups(groups: Sequence[Tokens], errors_of: Callable[[Tokens], list[float]]) -> list[float]:
     """The mean over all tokens, by their cost, of what ``errors_of`` says of each group: a list, an error a size."""
-    errors = [errors_of(tokens) for tokens in groups]  # one half chooses, the other judges
-    return [sum(map(operator.mul, shares_of(groups, power=2), of_size)) for of_size in zip(*errors, strict=True)]
+    shares, errors = shares_of(groups, power=2), [errors_of(tokens) for tokens in groups]
+    return [sum(map(operator.mul, shares, of_size)) for of_size in zip(*errors, strict=True)]
 
 
 def _mixture_of(layer: MixtureLayer) -> Callable[[Tensor], Tensor]:
