@@ -23,13 +23,15 @@ class Bench:
     `layer` compares one feed-forward layer of ViT-B with the floor (the plain matrix products that the chosen experts
     need), V-MoE, and the implementations of transformers, st-moe-pytorch and soft-moe-pytorch where these are installed
     (`pip install "ermoe[bench]"`). `parts` says where a layer's time goes at three sizes, `routing` is the cost of
-    deciding, `scaling` the growth with experts, tokens, k and rank, `model` whole networks, `data` whether images
-    arrive as fast as they are used, `scale` what two and four processes hold and send. All run on the CPU. Close other
-    programs first: medians forgive a busy minute, not a busy hour.
+    deciding, `scaling` the growth with experts, tokens, k and rank, `model` whole networks, `training` steps of small
+    ones, `file` an ONNX file beside its model, `start` one prediction from the shell, `data` whether images arrive as
+    fast as they are used, `scale` what two and four processes hold and send. All run on the CPU. Close other programs
+    first: medians forgive a busy minute, not a busy hour.
     """
 
     what: Annotated[
-        Literal["layer", "parts", "routing", "scaling", "model", "data", "scale", "all"], tyro.conf.Positional
+        Literal["layer", "parts", "routing", "scaling", "model", "training", "file", "start", "data", "scale", "all"],
+        tyro.conf.Positional,
     ] = "layer"
     """Which benchmark to run."""
     rounds: int = 15
@@ -58,7 +60,7 @@ class Bench:
             cpu.limit_to_avx2()
         import torch
 
-        from ermoe.studies.bench import data, layer, model, parts, scale
+        from ermoe.studies.bench import data, file, layer, model, parts, scale, start, training
         from ermoe.studies.bench.peers import Shape
         from ermoe.studies.bench.result import save, show
 
@@ -71,6 +73,9 @@ class Bench:
             "routing": lambda: layer.routing(shape, rounds=rounds, threads=threads),
             "scaling": lambda: layer.scaling(shape, rounds=rounds, threads=threads),
             "model": lambda: model.run(images=self.images, rounds=rounds, threads=threads),
+            "training": lambda: training.run(rounds=3 * rounds, threads=threads),
+            "file": lambda: file.run(images=self.images, rounds=rounds, threads=threads),
+            "start": lambda: start.run(rounds=rounds, threads=threads),
             "data": lambda: data.run(self.data, rounds=rounds, threads=threads),
             "scale": lambda: scale.run(images=self.images, rounds=rounds),
         }

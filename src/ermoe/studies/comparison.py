@@ -21,7 +21,7 @@ from ermoe.data.order import Order
 from ermoe.images.presets import IMAGE_LEVEL, recipe
 from ermoe.images.run import train, transform_for
 from ermoe.studies.bench.measure import Measurement, compare, take_turns
-from ermoe.studies.bench.model import training_step_of
+from ermoe.studies.bench.step import training_step_of
 from ermoe.studies.image_command import Comparison
 from ermoe.studies.record import RECORDS, Job, Record, add_records, new_record, read_records, run_queue
 from ermoe.studies.tables import Show, Table, one_row_a_name, spread

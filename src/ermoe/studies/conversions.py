@@ -29,7 +29,7 @@ from ermoe.train.settings import Augmentation
 
 _MOST_TO_FIT = 1000
 AS_IT_IS: dict[str, Any] = {"layer_epochs": 0, "epochs": 0}
-BY_LAYER: dict[str, Any] = {"layer_epochs": 12, "epochs": 0}
+BY_LAYER: dict[str, Any] = {"layer_epochs": 3, "epochs": 0}
 EXACT, CLUSTERS, ONE = (PRETRAINED[method] or {} for method in ("ermoe", "ermoe-clusters", "one-low-rank"))
 
 

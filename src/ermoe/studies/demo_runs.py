@@ -21,7 +21,7 @@ from ermoe.models.io import load, save
 from ermoe.models.slim import slim
 from ermoe.models.upcycle import Options, upcycle
 from ermoe.studies.bench.measure import Measurement, compare, inferring, take_turns
-from ermoe.studies.bench.model import training_step_of
+from ermoe.studies.bench.step import training_step_of
 from ermoe.studies.demo_table import Row
 from ermoe.studies.record import RECORDS, Job, run_queue
 from ermoe.train import loop
@@ -40,6 +40,19 @@ _WIDTH = 96  # twice that of the preset, so that slimming saves time and not onl
 _BUDGET = 0.5
 _ROUNDS = 15
 _TO_FIT = 512  # digits to which experts are fitted
+
+
+def demo_recipe(epochs: int, seed: int) -> ImageRecipe:
+    """How the dense model learns digits."""
+    preset = recipe("digits-dense")
+    return replace(
+        preset,
+        validation=0.0,  # the last epoch is read, so none is chosen
+        model_args={**preset.model_args, "embed_dim": _WIDTH},
+        training=replace(
+            preset.training, epochs=epochs, seed=seed, base_lr=2.4e-2, warmup_epochs=epochs / 10, evaluate_every=5
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +78,8 @@ class DemoRuns:
     def begun(cls, folder: Path, epochs: int, seed: int, threads: int, device: str, console: Console) -> DemoRuns:
         """Nothing computed yet, or what an earlier run left there."""
         torch.set_num_threads(threads)
-        preset = recipe("digits-dense")
-        wide = replace(
-            preset,
-            validation=0.0,  # the last epoch is read, so none is chosen
-            model_args={**preset.model_args, "embed_dim": _WIDTH},
-            training=replace(
-                preset.training, epochs=epochs, seed=seed, base_lr=2.4e-2, warmup_epochs=epochs / 10, evaluate_every=5
-            ),
-        )
         compute = Compute(Processes(device=device_named(device)), console=console)
-        return cls(folder, wide, LabelledImages.open("digits"), compute, threads)
+        return cls(folder, demo_recipe(epochs, seed), LabelledImages.open("digits"), compute, threads)
 
     def learned(self) -> dict[str, Any]:
         """The dense model learns."""
@@ -133,6 +137,7 @@ class DemoRuns:
             seed=self.recipe.training.seed,
             layer_epochs=max(1, epochs // 2),
             epochs=epochs,
+            layer_lr=1e-3,
             lr=1e-3,
         )
         save(slimmed.model, self.folder / "slim")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +68,15 @@ def _class_folders(root, classes):
 def test_train_writes_a_model_with_its_classes(trained):
     assert json.loads((trained / "classes.json").read_text()) == [str(i) for i in range(10)]
     assert json.loads((trained / "config.json").read_text())["preset"] == "digits-ermoe"
+
+
+def test_prediction_waits_for_no_library_it_does_not_use(trained, photo):
+    """timm itself, which the model is made of, brings what torch compiles with."""
+    heavy = {"monai", "matplotlib", "nilearn", "nibabel", "sklearn", "scipy", "pandas", "transformers", "onnx"}
+    given = ["image", "predict", str(trained), str(photo)]
+    code = f"import sys\nfrom ermoe.cli.main import main\nmain({given})\nprint('heavy:', *({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy:"
 
 
 def test_eval_repeats_the_last_figures_of_the_run(trained, capsys, tmp_path):

@@ -7,11 +7,12 @@ from rich.console import Console
 from ermoe import cpu
 from ermoe.errors import UserError
 from ermoe.nn import MoE
-from ermoe.studies.bench import data, layer, parts
+from ermoe.studies.bench import data, file, layer, parts, start, training
 from ermoe.studies.bench.measure import compare, peak_megabytes, take_turns
-from ermoe.studies.bench.model import miniature_of_equal_flops, training_step_of
 from ermoe.studies.bench.peers import Forced, Shape, available, build, eigen_layer, tokens
 from ermoe.studies.bench.result import Bar, Result, save, show
+from ermoe.studies.bench.step import training_step_of
+from ermoe.studies.bench.training import miniature_of_equal_flops
 from ermoe.studies.record import read_records
 
 SMALL = Shape(images=2, tokens=10, dim=512, hidden_dim=768, num_experts=4)
@@ -158,3 +159,41 @@ def test_the_data_benchmark_compares_the_loader_with_tensors(monkeypatch):
         "loader, all augmentations of the paper",
     }
     assert [bar.limit for bar in result.bars] == [1 / 0.9]
+
+
+def test_the_file_benchmark_asks_for_equal_outputs(monkeypatch):
+    pytest.importorskip("onnxruntime")
+    small = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    monkeypatch.setattr(file, "_ARGUMENTS", small)
+    result = file.run(images=2, rounds=1, threads=1)
+    (table,) = result.tables.values()
+    assert [row.name for row in table] == ["torch", "torch, merged", "onnxruntime, sparse", "onnxruntime, every expert"]
+    difference = result.bars[-1]
+    assert "difference" in difference.name
+    assert difference.holds
+
+
+def test_the_start_benchmark_times_processes_of_their_own():
+    result = Result("start", {}, reference="the libraries alone")
+    start._time(result, "image predict", ["--help"], "import tyro", rounds=1, threads=1)
+    (table,) = result.tables.values()
+    assert [row.name for row in table] == ["import tyro", "ermoe image predict"]
+    (bar,) = result.bars
+    assert bar.limit == 2.0
+
+
+def test_the_training_benchmark_counts_the_retraction_of_an_epoch(monkeypatch):
+    seconds = {
+        "dense": 1.0,
+        "ermoe": 2.0,
+        "v-moe": 2.0,
+        "gate": 2.0,
+        "ermoe: retraction": 50.0,
+        "V-MoE": 2.0,
+        "ERMoE": 1.5,
+    }
+    monkeypatch.setattr(training, "take_turns", lambda work, rounds: {name: [seconds.get(name, 1.0)] for name in work})
+    bars = {bar.name: bar.value for bar in training.run(rounds=1, threads=1).bars}
+    assert bars["training step, ERMoE / V-MoE"] == pytest.approx(2.1 / 2.0)
+    assert bars["demo: training step, ERMoE / V-MoE"] == pytest.approx(0.75)
+    assert bars["demo: parameters, ERMoE / V-MoE"] < 1

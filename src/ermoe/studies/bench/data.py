@@ -14,8 +14,8 @@ from ermoe.data.images import Images, ImagesInMemory, open_images
 from ermoe.data.order import Order
 from ermoe.images.presets import recipe
 from ermoe.studies.bench.measure import compare, take_turns
-from ermoe.studies.bench.model import training_step_of
 from ermoe.studies.bench.result import Bar, Result
+from ermoe.studies.bench.step import training_step_of
 from ermoe.train.loader import Loader
 from ermoe.train.settings import Augmentation
 

@@ -26,7 +26,7 @@ from ermoe.models.count import count
 from ermoe.nn import moe_layers
 from ermoe.nn.rivals.vmoe import VMoERouter
 from ermoe.studies.bench.measure import compare, take_turns
-from ermoe.studies.bench.model import training_step_of
+from ermoe.studies.bench.step import training_step_of
 from ermoe.studies.figures import Runs, mean
 from ermoe.studies.paired import RIGHT, Judged, apart, packed, paired_verdict
 from ermoe.studies.paper import images
@@ -39,7 +39,7 @@ _NO_LIMIT, _WITHOUT = "no limit", ", no limit at inference"
 TIMES = "times"
 """The run that times a step of every method, in turns."""
 _METHODS = ("dense", "v-moe", "gate-loss-free", "emoe", PAPER_RULE, OFFSETS, "ermoe-shared")
-_FITTED = ("ermoe-clusters", "ermoe-clusters-k2", "one-low-rank")
+_FITTED = ("ermoe-clusters", "ermoe-clusters-k2", "ermoe-clusters-shared", "one-low-rank")
 CONTEST = {method: LABELS[method] for method in (*_METHODS, *_FITTED)}
 """Methods of the contest and what its table calls them, in its order."""
 

@@ -54,6 +54,7 @@ LABELS = {
     "ermoe-shared": "ERMoE, dense FFN kept",
     "ermoe-clusters": "ERMoE, clusters, k = 1",
     "ermoe-clusters-k2": "ERMoE, clusters, k = 2",
+    "ermoe-clusters-shared": "ERMoE, clusters beside a shared network",
     "single-gated": "Single-gated MoE-style",
     "deep-moe": "DeepMoE-style",
 }
