@@ -16,6 +16,7 @@ from torch import nn
 import ermoe.models.vit  # noqa: F401 (its import tells timm of the sparse models)
 from ermoe.errors import unknown_name
 from ermoe.models.count import Count, count
+from ermoe.models.merge import merge
 from ermoe.models.upcycle import Options, upcycle
 
 
@@ -143,8 +144,8 @@ def count_preset(preset: Preset) -> Count:
 
 
 def ways(preset: Preset) -> list[Way]:
-    """The dense backbone of a preset made sparse at full rank, at two thirds of it, with plain expert weights, and
-    with the dense network shared.
+    """The dense backbone of a preset made sparse at full rank, the same merged, at two thirds of it, with plain expert
+    weights, and with the dense network shared.
 
     V-MoE is the last row, for comparison. All have 8 experts in every second block, 2 a token.
     """
@@ -158,10 +159,13 @@ def ways(preset: Preset) -> list[Way]:
         f"dense shared, eigen, R = {dim // 4}": ("exact", {"shared": "dense"}),
         "V-MoE": ("none", {"router": "v-moe"}),
     }
-    return [
-        Way(name, parity, count_preset(Preset(preset.architecture, sparsity, preset.args)))
-        for name, (parity, sparsity) in options.items()
-    ]
+    found = []
+    for name, (parity, sparsity) in options.items():
+        model = Preset(preset.architecture, sparsity, preset.args).build(device="meta")
+        found.append(Way(name, parity, count(model)))
+        if not sparsity:
+            found.append(Way("the same, merged to answer", parity, count(merge(model))))
+    return found
 
 
 def parts(counted: Count) -> list[tuple[str, str, str]]:

@@ -39,8 +39,10 @@ class TestTheArithmeticOfThePaper:
         assert count_of("parity-b16").total_parameters / 1e6 == pytest.approx(342, abs=0.5)
 
     def test_the_ways(self):
-        full, cut, plain, shared, v_moe = (way.count for way in ways(ermoe.preset("paper-b16")))
+        full, merged, cut, plain, shared, v_moe = (way.count for way in ways(ermoe.preset("paper-b16")))
         assert full.multiply_adds.experts / v_moe.multiply_adds.experts == pytest.approx(1.25, abs=0.01)
+        assert merged.multiply_adds.experts == v_moe.multiply_adds.experts
+        assert merged.multiply_adds.routing == full.multiply_adds.routing
         assert cut.multiply_adds.experts / v_moe.multiply_adds.experts == pytest.approx(0.82, abs=0.01)
         assert plain.multiply_adds.experts == v_moe.multiply_adds.experts
         assert plain.multiply_adds.routing > v_moe.multiply_adds.routing
