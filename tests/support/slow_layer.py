@@ -27,7 +27,7 @@ def slow_score(layer: MoE, x: Tensor, c: Tensor | None, e: int) -> Tensor:
         total = sum(logit.exp() for logit in logits)
         return logits[e].exp() / total
     basis = score.basis if score.basis is not None else layer.experts.token_basis
-    U = basis[e, :, : score.route_rank]
+    U = basis[e if len(basis) > 1 else 0, :, : score.route_rank]  # or one that all experts share
     if name == "EigenbasisScore":
         return slow_cosine(U.T @ x, U.T @ c)
     if name == "PrototypeScore":
@@ -91,7 +91,8 @@ def _slow_sequence(layer: MoE, x_ND: Tensor, context_ND: Tensor | None, real_N: 
         choice.append(slow_choice(layer, score[i]) if real_N[i] else [])
     admitted = [list(chosen) for chosen in choice]
     if router.capacity_factor is not None:
-        free = [math.ceil(len(x_ND) * router.top_k * router.capacity_factor / router.num_experts)] * router.num_experts
+        real = sum(map(bool, real_N))  # padding earns no places
+        free = [math.ceil(real * router.top_k * router.capacity_factor / router.num_experts)] * router.num_experts
         admitted = [[] for _ in choice]
         for rank in range(router.top_k):
             for i, chosen in enumerate(choice):

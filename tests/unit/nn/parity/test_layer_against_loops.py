@@ -1,11 +1,14 @@
-"""The fast layer equals the loops of `slow_layer`: outputs and every gradient, in float64, to 1e-9."""
+"""The fast layer equals the loops of `slow_layer`: outputs and every gradient, in float64, to 1e-9.
+
+Every fast path is forced through these loops in turn, whatever the sizes here would have chosen.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from ermoe.nn import EigenMoE
-from support.slow_layer import slow_layer
+from ermoe.nn import Context, EigenMoE, Experts, products, scores
+from support.slow_layer import slow_expert, slow_layer
 
 DIM, HIDDEN, EXPERTS = 12, 20, 4
 
@@ -17,8 +20,9 @@ def build(seed=0, **options):
     with torch.no_grad():
         for parameter in layer.parameters():  # nothing at a special value: s, biases and bases all vary
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        if layer.router.balance is not None:
-            layer.router.balance.offset_E.copy_(0.3 * torch.randn(options["num_experts"], generator=generator))
+        balance = getattr(layer.router, "balance", None)  # a single expert has none
+        if balance is not None:
+            balance.offset_E.copy_(0.3 * torch.randn(options["num_experts"], generator=generator))
     return layer
 
 
@@ -29,17 +33,17 @@ def inputs(seed=1, shape=(2, 6)):
     return x, mixed.requires_grad_()
 
 
-def assert_same(layer, x, context, mask=None):
+def assert_same(layer, x, context, mask=None, atol=1e-9):
     """Outputs, gradients of x, of the context and of all parameters."""
     generator = torch.Generator().manual_seed(7)
-    upstream = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     wanted = [x, context, *layer.parameters()] if context is not None else [x, *layer.parameters()]
     results = []
     for y in (layer(x, context, mask), slow_layer(layer, x, context, mask)):
         gradients = torch.autograd.grad((y * upstream).sum(), wanted, allow_unused=True)
         results.append([y, *(torch.zeros_like(w) if g is None else g for w, g in zip(wanted, gradients, strict=True))])
     for fast, slow in zip(*results, strict=True):
-        torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
+        torch.testing.assert_close(fast, slow, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -70,10 +74,13 @@ def test_every_k_with_and_without_capacity(top_k, below_threshold, capacity_fact
         {"bias": False},
         {"rank": DIM, "act_layer": nn.ReLU},
         {"shared_dim": 14},
+        {"routing_basis": "own"},
+        {"routing_basis": "own", "score": "prototype"},
+        {"routing_basis": "shared", "score": "prototype"},
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
 )
-def test_every_kind_of_expert(options):
+def test_every_kind_of_expert_and_basis(options):
     layer = build(**options)
     x, context = inputs()
     assert_same(layer, x, context if options.get("score", "eigenbasis") == "eigenbasis" else None)
@@ -105,3 +112,80 @@ def test_random_layers_and_shapes(seed):
     top_k = int(torch.randint(1, experts + 1, (), generator=generator))
     layer = build(seed, num_experts=experts, top_k=top_k, threshold=0.6, below_threshold="prune")
     assert_same(layer, *inputs(seed + 100, shape=(3, 4)))
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Makes a layer take one way to its experts and one form of U diag(s) Vᵀ, and proves that it went there."""
+
+    def force(layer, way, form):
+        pad, grouped = way == "padded", way == "grouped"
+        monkeypatch.setattr(products, "pays_to_pad", lambda count_E, width: pad)
+        monkeypatch.setattr(Experts, "prefers_grouped", lambda self, x: grouped)
+        layer.every_expert, layer.expert_by_expert = way == "every_expert", way == "expert_by_expert"
+        # By the number of rows an expert has, s goes with the rows, into the shorter basis, or W is built first.
+        rows = {"s with rows": 0, "s in a basis": DIM + 1}.get(form, 10**9)
+        for kind in (products._OneExpert, products._GroupedRows, products._AllExperts):
+            monkeypatch.setattr(kind, "rows_per_expert", lambda self, x: rows)
+        monkeypatch.setattr(products, "_SMALL_STACK", 0 if form == "W of one" else 2**20)
+        taken = {"at_a_time": "expert_at_a_time", "every_expert": "batched", "expert_by_expert": "one_of_many"}
+        return spied(monkeypatch, products, taken.get(way, way))
+
+    return force
+
+
+def spied(monkeypatch, module, name):
+    """A list that grows whenever the function runs."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **named: calls.append(name) or function(*given, **named))
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"gated": True, "act_layer": nn.SiLU}, {"capacity_factor": 0.5}], ids=str)
+@pytest.mark.parametrize("form", ["s with rows", "s in a basis", "W of all", "W of one"])
+@pytest.mark.parametrize("way", ["at_a_time", "padded", "every_expert", "expert_by_expert", "grouped"])
+def test_every_way_to_the_experts(way, form, options, forced):
+    layer = build(rank=DIM, **options)  # full rank: W costs fewer operations than its factors
+    (x, context), atol = inputs(), 1e-9
+    if way == "grouped":  # a kernel that knows no float64
+        layer, atol = layer.float(), 1e-4
+        x, context = (given.detach().float().requires_grad_() for given in (x, context))
+    calls = forced(layer, way, form)
+    mask = torch.tensor([[True] * 6, [True, False, True, False, False, True]])
+    assert_same(layer, x, context, mask, atol)
+    assert calls
+
+
+@pytest.mark.parametrize("form", ["s with rows", "s in a basis", "W of all", "W of one"])
+@pytest.mark.parametrize("experts", ["eigen", "dense"])
+def test_the_only_expert_of_a_layer(experts, form, forced):
+    layer = build(num_experts=1, top_k=1, rank=DIM, experts=experts)
+    calls = forced(layer, "alone", form)
+    x, _ = inputs()
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    wanted = [x, *layer.parameters()]
+    ways = layer(x), torch.stack([slow_expert(layer.experts, 0, token) for token in x.flatten(0, 1)]).view(x.shape)
+    fast, slow = (torch.autograd.grad((y * upstream).sum(), wanted) for y in ways)
+    assert calls == ["alone"]
+    torch.testing.assert_close(ways[0], ways[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("averages_first", [False, True])
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_contexts_averaged_before_and_after_their_projection(of_tokens, averages_first, monkeypatch):
+    """Σ α Uᵀz = Uᵀ Σ α z: the loops get c = Σ α z itself."""
+    monkeypatch.setattr(scores, "averages_projections", lambda *given, **named: not averages_first)
+    layer = build()
+    x, z = inputs()
+    logits = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64, requires_grad=True)
+    alpha = logits.softmax(-1)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    wanted = [x, logits, *layer.parameters()] if of_tokens else [x, z, logits, *layer.parameters()]
+    averaged = alpha @ (x if of_tokens else z)
+    ways = layer(x, Context(alpha, None if of_tokens else z)), slow_layer(layer, x, averaged, None)
+    fast, slow = (
+        torch.autograd.grad((y * upstream).sum(), wanted, retain_graph=True, materialize_grads=True) for y in ways
+    )
+    torch.testing.assert_close(ways[0], ways[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
