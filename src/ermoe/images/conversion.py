@@ -104,7 +104,7 @@ class Slim:
     """Passes over the images in which every layer learns its dense network's outputs."""
     epochs: int = 5
     """Passes in which the whole model learns the dense model's answers, and what its blocks say on the way."""
-    layer_lr: float = 1e-3
+    layer_lr: float = 1e-4
     """Highest learning rate of the former."""
     lr: float = 1.5e-5
     """Highest learning rate of the latter. Few images want a low one: they are soon known by heart."""

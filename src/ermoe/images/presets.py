@@ -209,6 +209,8 @@ _CLUSTERS = {"init": "clusters", "rank": 96}
 PRETRAINED: dict[str, dict[str, Any] | None] = METHODS | {
     "ermoe-clusters": {**_CLUSTERS, "top_k": 1},
     "ermoe-clusters-k2": {**_CLUSTERS, "top_k": 2},
+    # As many operations as rank 96, routing counted; what all tokens share learns from all of them.
+    "ermoe-clusters-shared": {"init": "clusters", "experts": "dense", "shared": 344, "hidden_dim": 128, "top_k": 1},
     "one-low-rank": {"rank": 96, "num_experts": 1, "top_k": 1},
 }
 # The paper's own layer: rank inferred from its 243.0 M parameters, no offsets. See ermoe.models.presets.
@@ -251,6 +253,7 @@ ABOUT_METHODS = {
     "ermoe-shared": "the dense network stays, and small experts add to it",
     "ermoe-clusters": "experts of rank 96 fitted to groups of tokens, one a token",
     "ermoe-clusters-k2": "the same, two a token",
+    "ermoe-clusters-shared": "small experts, one a token, beside a narrow network for all tokens, fitted together",
     "one-low-rank": "one network of rank 96 for all tokens, which clusters have to beat",
     "v-moe": "V-MoE: a learned gate with its losses and its limit on tokens",
     "gate": "a learned gate without a balancing loss",

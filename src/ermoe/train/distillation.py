@@ -60,7 +60,7 @@ class Distillation:
 
     layer_epochs: int = 0
     epochs: int = 5
-    layer_lr: float = 1e-3
+    layer_lr: float = 1e-4
     lr: float = 1.5e-5
     state_weight: float = 3.0
     save_every: int = 100
