@@ -29,6 +29,9 @@ class Setup:
     GPUs. The last two on the data you name."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Every model is trained with each of them."""
+    only: tuple[str, ...] = ()
+    """Rows to run, by the names that records have, such as dense v-moe; by default all. The table shows what is on
+    record."""
     pretrain: str | None = None
     """few-shot, ablation: the images that features are learned from; by default half of the classes of --data. At
     scale tiny, few-shot: unlabelled images to which experts are fitted; by default those of --data."""

@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 
 from ermoe.analysis.report import save_drawing
 from ermoe.console import say
+from ermoe.errors import unknown_name
 from ermoe.files import replacing
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.setup import Setup
-from ermoe.studies.record import RECORDS, Job, Record, command_line, run_queue
+from ermoe.studies.record import RECORDS, Job, Record, command_line, read_records, run_queue
 from ermoe.studies.tables import Table
 
 
@@ -104,14 +105,23 @@ def run(study: Study, setup: Setup) -> Findings:
 
 
 def run_study(study: Study, setup: Setup) -> list[Record]:
-    """The records of all runs, in order; those without a line are run first."""
+    """The records of all runs, in order; those without a line are run first, or only those asked for."""
     asked = {"scale": setup.scale, "data": setup.data}
     place = setup.place(study.name)
-    jobs = [replace(job, settings={**asked, **job.settings}) for job in study.jobs(setup)]
+    jobs = [replace(job, settings={**asked, **job.settings}) for job in _wanted(study.jobs(setup), setup.only)]
     earlier = place.glob("*.json")
-    return run_queue(
+    found = run_queue(
         study.name, jobs, place / RECORDS, console=setup.console, earlier=earlier, ran_on=study.ours(setup)
     )
+    return read_records(place / RECORDS) if setup.only else found
+
+
+def _wanted(jobs: Sequence[Job], only: Collection[str]) -> list[Job]:
+    names = dict.fromkeys(job.name for job in jobs)
+    for name in only:
+        if name not in names:
+            raise unknown_name("row", name, names)
+    return [job for job in jobs if not only or job.name in only]
 
 
 def _markdown_page(study: Study, setup: Setup, ours: str, found: Findings) -> str:

@@ -70,6 +70,15 @@ def test_an_interrupted_queue_goes_on_where_it_was(setup):
     assert calls == [1, 2, 2]
 
 
+def test_some_rows_alone_are_run_and_all_that_are_on_record_are_shown(setup):
+    rows = replace(study(lambda seed: {}), jobs=lambda setup: [Job(name, 1, lambda: {"x": 1.0}) for name in "abc"])
+    run_study(rows, replace(setup, only=("b",)))
+    records = run_study(rows, replace(setup, only=("a",)))
+    assert [record["name"] for record in records] == ["b", "a"]
+    with pytest.raises(UserError, match="there is no row 'd': there are a, b, c"):
+        run_study(rows, replace(setup, only=("d",)))
+
+
 def test_what_an_earlier_version_left_counts_as_done(setup):
     place = setup.out / "thing" / "mini-bundled"
     place.mkdir(parents=True)
