@@ -102,13 +102,16 @@ class _Combine(torch.autograd.Function):
 
 def gather(x_TD: Tensor, plan: Plan) -> Tensor:
     """The tokens' rows in expert order, (A, D)."""
+    if not torch.is_grad_enabled():  # what surrounds a custom function takes as long as the copy of a small layer
+        return x_TD.index_select(0, plan.token_A)
     rows: Tensor = _Gather.apply(x_TD, plan.token_A, plan.slot_A, plan.start_T)
     return rows
 
 
 def combine(y_AD: Tensor, plan: Plan) -> Tensor:
     """Σ_e w_e(i) f_e(x_i) (Eq. 8), (T, D), in the weights' precision; tokens without an expert get zeros."""
-    combined: Tensor = _Combine.apply(
-        y_AD.to(plan.weight_A.dtype), plan.weight_A, plan.token_A, plan.slot_A, plan.start_T
-    )
+    y_AD = y_AD.to(plan.weight_A.dtype)
+    if not torch.is_grad_enabled():
+        return _sum_per_token(y_AD, plan.weight_A, plan.slot_A, plan.start_T)
+    combined: Tensor = _Combine.apply(y_AD, plan.weight_A, plan.token_A, plan.slot_A, plan.start_T)
     return combined

@@ -239,8 +239,12 @@ class Experts(nn.Module):
         """The same for the experts of this process alone."""
         if self.prefers_grouped(x_AD):
             return products.grouped(self.expert, x_AD, count_E)
-        if x_AD.device.type == "cpu" and products.pays_to_pad(count_E, self.size[0]):
-            return products.padded(self.expert, x_AD, count_E)
+        if x_AD.device.type == "cpu":
+            width = self.size[0]
+            if not self.training and products.pays_in_turn(x_AD, next(self.parameters()), width):
+                return products.product_at_a_time(self.expert, x_AD, count_E)
+            if products.pays_to_pad(count_E, width):
+                return products.padded(self.expert, x_AD, count_E)
         return products.expert_at_a_time(self.expert, x_AD, count_E)
 
     def alone(self, x_TD: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """How rows sorted by expert meet the experts' stacked weights: the one replaceable piece of the layer.
 
 An expert is written once, in terms of ``linear`` and ``scale`` of a `Products`; the classes here decide what those
-mean. `expert_at_a_time` suits the CPU, where one expert's activations stay in cache; small experts with about equally
-many rows are `padded` to equally many there, and are then a single product. `grouped` has static shapes and needs no
+mean. `expert_at_a_time` suits the CPU, where one expert's activations stay in cache. Where those of all experts do, there
+are faster ways: `product_at_a_time` without gradients, and with them `padded`, for about equally many rows. `grouped` has static shapes and needs no
 host sync, so it suits CUDA and ``torch.compile``. `batched` products are static too, and nothing but ordinary ones:
 with every token for every expert, they serve exporters and are the slow twin of the others. Of weights that are shared
 out among processes they take what is here.
@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ermoe.nn.sharding import at_work
+from ermoe.nn.tracing import is_transformed
 
 _MOST_PADDING = 1.25  # rows with padding over rows without
 _CACHED = 2**20  # numbers of all experts' hidden activations
+_NEARLY_CACHED = 2**21  # the same, where no gradient needs them again
 _SMALL_STACK = 2**20  # numbers: what all experts' weights may have to be merged at once
 _COMPUTABLE = (torch.float32, torch.bfloat16, torch.float16)  # by grouped_mm
 _TRACEABLE = _COMPUTABLE if torch.__version__ >= "2.15" else (torch.bfloat16,)  # what its graphs may hold
@@ -112,6 +114,35 @@ class _OneExpert(Products):
         return x.shape[0]
 
 
+class _RowsInTurn(Products):
+    """Each product of all experts, one expert's rows after the other's, into one result; it has no gradients."""
+
+    def __init__(self, count_E: Tensor) -> None:
+        self._counts = count_E.tolist()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        weight = at_work(weight).mT if transposed else at_work(weight)
+        y = x.new_empty(x.shape[0], weight.shape[2])
+        places = zip(x.split(self._counts), weight.unbind(0), y.split(self._counts), strict=True)
+        if bias is None:
+            for rows, own, place in places:
+                torch.mm(rows, own, out=place)
+        else:
+            for (rows, own, place), own_bias in zip(places, at_work(bias).unbind(0), strict=True):
+                torch.addmm(own_bias, rows, own, out=place)
+        return y
+
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        places = (x.split(self._counts), at_work(factor).unbind(0), y.split(self._counts))
+        for rows, own, place in zip(*places, strict=True):
+            torch.mul(rows, own, out=place)
+        return y
+
+    def rows_per_expert(self, x: Tensor) -> float:
+        return x.shape[0] / len(self._counts)
+
+
 class _GroupedRows(Products):
     """Products of all experts at once with ``grouped_mm``, rows sorted by expert."""
 
@@ -154,6 +185,25 @@ def expert_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
     for products.expert, rows in enumerate(torch.split(x_AD, count_E.tolist())):
         outputs.append(expert(rows, products))
     return torch.cat(outputs)
+
+
+def product_at_a_time(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:
+    """One product of all experts, then the next; what lies between them is computed once for all rows.
+
+    Without gradients, because products write into a result that is there already.
+    """
+    return expert(x_AD, _RowsInTurn(count_E))
+
+
+def pays_in_turn(x_AD: Tensor, weight: Tensor, width: int) -> bool:
+    """Whether `product_at_a_time` is allowed and saves time: where hidden layers of ``width`` stay in cache together.
+
+    Measured on two cores, 8 experts, forward: 1,576 rows of 192 numbers and 768 hidden units take 0.89 of their time,
+    twice the rows are even, and at ViT-B's size it takes 1.2 times as long.
+    """
+    has_gradients = torch.is_grad_enabled() or is_transformed()
+    is_plain = x_AD.dtype == weight.dtype and not torch.is_autocast_enabled(x_AD.device.type)
+    return is_plain and not has_gradients and x_AD.shape[0] * width <= _NEARLY_CACHED
 
 
 def padded(expert: Expert, x_AD: Tensor, count_E: Tensor) -> Tensor:

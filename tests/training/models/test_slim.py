@@ -12,6 +12,9 @@ from PIL import Image
 import ermoe
 from ermoe.cli.main import main
 from ermoe.errors import UserError
+from ermoe.models import sizes
+from ermoe.models.backbones import family_of
+from ermoe.models.sizes import Size, entries_of
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
 from ermoe.train import distillation
@@ -50,9 +53,10 @@ def test_the_whole_model_is_within_its_budget(dense, slimmed):
     assert len(moe_layers(slimmed.model)) == len(slimmed.layers)
 
 
-def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, batches, slimmed):
+def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, batches, monkeypatch):
+    monkeypatch.setattr(sizes, "_ROUTING", 0.0)  # experts help a random network too little to pay for it
     options = {"num_experts": 3, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
-    shared = ermoe.slim(dense, batches[:3], routed=0.125, **options)
+    shared, apart = (ermoe.slim(dense, batches[:3], routed=routed, **options) for routed in (0.125, 1.0))
     assert shared.share <= 0.8
     layers = moe_layers(shared.model)
     mixtures = [layer for layer in shared.layers if layer.num_experts > 1]
@@ -62,10 +66,27 @@ def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, b
         own = 0 if found.shared is None else found.shared.size[0]
         assert (own, own + found.experts.size[0]) == (layer.shared, layer.width)
         assert layer.width - layer.shared == min(layer.width, layer.dense_width // 8)
-    assert all(layer.shared == 0 for layer in slimmed.layers)
-    assert shared.parameters < slimmed.parameters
+    assert all(layer.shared == 0 for layer in apart.layers)
+    assert shared.parameters < apart.parameters
     with pytest.raises(UserError, match="above 0 and at most 1"):
         ermoe.slim(dense, batches, routed=0)
+
+
+def test_few_blocks_are_cut_deep_because_routing_takes_time(dense, monkeypatch):
+    family = family_of(dense)
+    networks = {name: family.ffn(block) for name, block in family.blocks(dense)}
+    ffn = next(iter(networks.values()))
+    whole = ffn.hidden_dim
+    kept = range(whole // 16, whole, whole // 16)
+    harm = {name: {Size(8, each): (1 - each / whole) ** 2 for each in kept} for name in networks}
+    to_save = len(networks) * entries_of(ffn) // 5
+    found = {}
+    for cost in (0.0, 0.3):
+        monkeypatch.setattr(sizes, "_ROUTING", cost)
+        found[cost] = [size for size in sizes._shrink(networks, harm, to_save, is_rank=False).values() if size]
+        assert sum(entries_of(ffn) - size.entries(ffn, is_rank=False) for size in found[cost]) >= to_save
+    assert len(found[0.3]) < len(found[0.0])
+    assert min(size.kept for size in found[0.3]) < min(size.kept for size in found[0.0])
 
 
 def test_the_report_says_what_was_done(slimmed):
@@ -112,8 +133,8 @@ def test_ranks_are_cut_instead_of_widths(dense, batches):
 
 
 def test_blocks_have_sizes_of_their_own(dense, batches, tmp_path):
-    sizes = {"num_experts": [2, 1], "hidden_dim": [48, 32], "experts": "dense"}
-    model = converted(dense, batches[:2], **sizes)
+    given = {"num_experts": [2, 1], "hidden_dim": [48, 32], "experts": "dense"}
+    model = converted(dense, batches[:2], **given)
     first, second = moe_layers(model).values()
     assert [(layer.experts.num_experts, layer.experts.size[0]) for layer in (first, second)] == [(2, 48), (1, 32)]
     ermoe.save(model, tmp_path / "model")

@@ -121,11 +121,12 @@ def forced(monkeypatch):
     def force(layer, way, form):
         pad, grouped = way == "padded", way == "grouped"
         monkeypatch.setattr(products, "pays_to_pad", lambda count_E, width: pad)
+        monkeypatch.setattr(products, "pays_in_turn", lambda *given: False)
         monkeypatch.setattr(Experts, "prefers_grouped", lambda self, x: grouped)
         layer.every_expert, layer.expert_by_expert = way == "every_expert", way == "expert_by_expert"
         # By the number of rows an expert has, s goes with the rows, into the shorter basis, or W is built first.
         rows = {"s with rows": 0, "s in a basis": DIM + 1}.get(form, 10**9)
-        for kind in (products._OneExpert, products._GroupedRows, products._AllExperts):
+        for kind in (products._OneExpert, products._RowsInTurn, products._GroupedRows, products._AllExperts):
             monkeypatch.setattr(kind, "rows_per_expert", lambda self, x: rows)
         monkeypatch.setattr(products, "_SMALL_STACK", 0 if form == "W of one" else 2**20)
         taken = {"at_a_time": "expert_at_a_time", "every_expert": "batched", "expert_by_expert": "one_of_many"}
@@ -154,6 +155,33 @@ def test_every_way_to_the_experts(way, form, options, forced):
     mask = torch.tensor([[True] * 6, [True, False, True, False, False, True]])
     assert_same(layer, x, context, mask, atol)
     assert calls
+
+
+@pytest.mark.parametrize("options", [{}, {"gated": True, "act_layer": nn.SiLU}, {"bias": False}, {"top_k": 1}], ids=str)
+@pytest.mark.parametrize("form", ["s with rows", "s in a basis", "W of all"])
+@pytest.mark.parametrize("offsets", [None, [-9.0, 9.0, -9.0, -9.0]], ids=["all", "one takes all"])
+def test_a_product_at_a_time_without_gradients(offsets, form, options, forced, monkeypatch):
+    layer = build(rank=DIM, **options).eval()
+    if offsets is not None:
+        layer.router.balance.offset_E.copy_(torch.tensor(offsets))
+    x, context = inputs()
+    forced(layer, "at_a_time", form)
+    calls = spied(monkeypatch, products, "product_at_a_time")
+    with torch.no_grad():
+        monkeypatch.setattr(products, "pays_in_turn", lambda *given: True)
+        torch.testing.assert_close(layer(x, context), slow_layer(layer, x, context, None), rtol=0, atol=1e-9)
+    assert calls
+
+
+def test_a_product_at_a_time_keeps_to_what_it_can():
+    x_AD, weight = torch.randn(6, DIM), torch.randn(EXPERTS, DIM, HIDDEN)
+    assert not products.pays_in_turn(x_AD, weight, HIDDEN), "products that write into a result have no gradients"
+    with torch.no_grad():
+        assert products.pays_in_turn(x_AD, weight, HIDDEN)
+        assert not products.pays_in_turn(x_AD, weight, 2**20), "hidden layers of all experts would leave the cache"
+        assert not products.pays_in_turn(x_AD.double(), weight, HIDDEN)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not products.pays_in_turn(x_AD, weight, HIDDEN)
 
 
 @pytest.mark.parametrize("form", ["s with rows", "s in a basis", "W of all", "W of one"])
