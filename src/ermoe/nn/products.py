@@ -1,11 +1,11 @@
 """How rows sorted by expert meet the experts' stacked weights: the one replaceable piece of the layer.
 
 An expert is written once, in terms of ``linear`` and ``scale`` of a `Products`; the classes here decide what those
-mean. `expert_at_a_time` suits the CPU, where one expert's activations stay in cache. Where those of all experts do, there
-are faster ways: `product_at_a_time` without gradients, and with them `padded`, for about equally many rows. `grouped` has static shapes and needs no
-host sync, so it suits CUDA and ``torch.compile``. `batched` products are static too, and nothing but ordinary ones:
-with every token for every expert, they serve exporters and are the slow twin of the others. Of weights that are shared
-out among processes they take what is here.
+mean. `expert_at_a_time` suits the CPU, where one expert's activations stay in cache. Where those of all experts do,
+there are faster ways: `product_at_a_time` without gradients, and with them `padded`, for about equally many rows.
+`grouped` has static shapes and needs no host sync, so it suits CUDA and ``torch.compile``. `batched` products are
+static too, and nothing but ordinary ones: with every token for every expert, they serve exporters and are the slow twin
+of the others. Of weights that are shared out among processes they take what is here.
 
 Letters: A rows (pairs sorted by expert), E experts, I input and O output width of one weight, T tokens.
 """

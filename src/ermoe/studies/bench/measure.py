@@ -1,7 +1,8 @@
 """Measuring candidates fairly on a machine that others use too: their times side by side, and the memory of each.
 
-Candidates take turns, in an order that rotates, so a slow minute hits all of them; what counts is each candidate's time
-over the reference's time *in the same round*. Medians and quartiles of these ratios are reported, never a single time.
+Candidates take turns, in an order that rotates, so a slow minute hits all of them; none pays for memory that another
+has handed back to the system. What counts is each candidate's time over the reference's time *in the same round*.
+Medians and quartiles of these ratios are reported, never a single time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import track
+
+from ermoe import allocator
 
 _Build = Callable[..., Callable[[], object]]
 
@@ -57,6 +60,7 @@ def take_turns(
     >>> sorted(take_turns({"a": lambda: 1, "b": lambda: 2}, rounds=3, warmup=0)["b"])[0] >= 0
     True
     """
+    allocator.keep_freed()
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in track(range(warmup + rounds), description="timing", transient=True):

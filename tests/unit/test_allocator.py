@@ -1,0 +1,62 @@
+"""Memory that one pass has freed is taken by the next, in a process of its own, for it cannot be undone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ermoe import allocator
+
+_PROGRAM = """
+import resource
+from ermoe.allocator import keep_freed
+kept = keep_freed()
+import torch
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with torch.inference_mode():
+        for _ in range(10):
+            pieces = [torch.ones(10 * 2**20 // 4) for _ in range(4)]
+            del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(3):
+    faults()
+print(kept, faults())
+"""
+
+
+def run(**environment):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=inherited | environment,
+    )
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(not allocator._is_glibc(), reason="another C library than glibc")
+def test_freed_memory_stays():
+    kept, faults = run()
+    assert kept == "True"
+    assert faults < 10_000, "40 pieces of 10 MB are 102,400 pages"
+
+
+@pytest.mark.skipif(not allocator._is_glibc(), reason="another C library than glibc")
+def test_what_users_set_stays():
+    kept, _ = run(MALLOC_TRIM_THRESHOLD_="131072")
+    assert kept == "False"
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    def unknown(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "confstr", unknown, raising=False)
+    assert not allocator.keep_freed()
