@@ -6,9 +6,9 @@ a factor of its own in each block, 0.3 to 3 in DeiT-Tiny. So at two sizes a bloc
 images kept apart, and the KL(dense ‖ cut) of the answers there sets the level of the estimate.
 
 Sizes then shrink step by step, always where the answers change least for an operation saved, until the whole model is
-within its budget. Routing takes time beyond its operations, so experts have to be worth that too: blocks that they help
-little get one network. A block whose tokens are better served by one network for all, such as a last one in which only class
-tokens count, gets that.
+within its budget. Routing takes time beyond its operations, so experts have to be worth that too: a block that they
+help little gets one network for all its tokens, and so does one whose tokens are better served by it, such as a last
+one in which only class tokens count.
 
 Letters: T tokens, D model width, B images, C classes.
 """
