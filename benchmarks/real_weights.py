@@ -258,12 +258,16 @@ def table(records: list[Record]) -> Table:
 
 
 def tuning_table(records: list[Record]) -> Table:
-    """What each kind of model reached on training photographs that it did not learn from, by its learning rate."""
+    """What each kind of model reached on training photographs that it did not learn from, by its learning rate.
+
+    Kinds without a run are left out.
+    """
     divergence = {r["name"]: r["figures"]["divergence"] for r in records if r["name"].startswith("tune-")}
     cells = [[divergence.get(f"tune-{kind}-{rate:g}") for rate in RATES] for kind in KINDS]
     rows = [
         [_WORDS[kind], *("–" if cell is None else f"{cell:.3f}" for cell in row)]
         for kind, row in zip(KINDS, cells, strict=True)
+        if set(row) != {None}
     ]
     return Table(["KL(dense ‖ model) at 0.8 of the operations", *(f"rate {rate:g}" for rate in RATES)], rows)
 
@@ -303,7 +307,7 @@ def main(options: Options) -> None:
     path = options.out / "real_weights.jsonl"
     run_queue("real-weights", jobs, path)
     records = read_records(path)
-    print(tuning_table(records).markdown(), table(records).markdown(), sep="\n\n")
+    print(*(found.markdown() for found in (tuning_table(records), table(records)) if found.rows), sep="\n\n")
     if options.plot is not None:
         save_drawing(drawing(records), options.plot, description="Accuracy of slim models by their operations")
 

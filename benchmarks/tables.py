@@ -303,7 +303,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "routers-digits": lambda: relabelled(routers_digits.table(lines_of("routers_digits")), ROUTERS, "`{}`"),
     "routers-layer": routers_layer,
     "real-weights": lambda: real_weights.table(lines_of("real_weights")),
-    "real-weights-rates": lambda: real_weights.tuning_table(lines_of("real_weights")),
     "fine-tuning-tiny-imagenet": partial(fine_tuned, "tiny-imagenet-200"),
     "fine-tuning-cifar10": partial(fine_tuned, "cifar-10-batches-bin"),
     "stability": partial(fine_tuned, "tiny-imagenet-200", "stability"),
