@@ -15,7 +15,7 @@ from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
 _NEVER, _LARGEST = 2**31 - 1, 32 * 2**20  # glibc takes no threshold above 32 MB
-_SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed() -> bool:
@@ -23,7 +23,8 @@ def keep_freed() -> bool:
 
     It does not where the C library is another, or where a user has set its thresholds. Larger pieces go back as ever.
     """
-    if not _is_glibc() or any(name in os.environ for name in _SET_BY_USERS):
+    is_set = any(name in os.environ for name in _SET_BY_USERS) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_set or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(library.mallopt(_TRIM_THRESHOLD, _NEVER))

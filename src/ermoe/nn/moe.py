@@ -15,7 +15,8 @@ from ermoe.nn.dispatch import combine, gather, plan
 from ermoe.nn.experts import Experts
 from ermoe.nn.layer import MixtureLayer, groups, only_real
 from ermoe.nn.order import falling_order
-from ermoe.nn.routers import OneWayRouter, Router
+from ermoe.nn.precision import widen
+from ermoe.nn.routers import Router
 from ermoe.nn.routing import Routing
 from ermoe.nn.tracing import has_static_shapes
 
@@ -70,9 +71,8 @@ class MoE(MixtureLayer):
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Σ_e w_e f_e(x) over the routed experts for a given routing, (T, D)."""
         if self.experts.num_experts == 1:
-            y_TD = self.experts.alone(x_TD)
-            meets_all = isinstance(self.router, OneWayRouter) and routing.kept_TK is None
-            return y_TD if meets_all else routing.dense_weights() * y_TD
+            y_TD = widen(self.experts.alone(x_TD))
+            return y_TD if routing.meets_all else routing.dense_weights() * y_TD
         if self.expert_by_expert:
             return self._mix_expert_by_expert(x_TD, routing)
         if self.every_expert or (has_static_shapes() and not self.experts.prefers_grouped(x_TD)):

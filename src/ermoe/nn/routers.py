@@ -84,7 +84,9 @@ class OneWayRouter(Router):
         weight_T1 = widen(x_GSD.new_ones(x_GSD.shape[0] * x_GSD.shape[1], 1))
         expert_T1 = torch.zeros_like(weight_T1, dtype=torch.long)
         mask_T = None if mask_GS is None else mask_GS.reshape(-1)
-        return Routing.from_choice(expert_T1, weight_T1, num_experts=1, mask_T=mask_T)
+        routing = Routing.from_choice(expert_T1, weight_T1, num_experts=1, mask_T=mask_T)
+        routing.meets_all = mask_T is None
+        return routing
 
 
 class TopKRouter(Router):

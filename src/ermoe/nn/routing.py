@@ -25,6 +25,8 @@ class Routing:
     masked, its score was pruned by the threshold or its expert was full. Where shapes must not depend on data,
     proposals that are not kept stay in the flat assignment with weight zero.
 
+    ``meets_all`` says that there is one expert, which every token meets with weight 1: nothing has to be weighed.
+
     >>> choice = torch.tensor([[0, 1], [2, 0]])
     >>> kept = torch.tensor([[True, True], [True, False]])
     >>> routing = Routing.from_choice(choice, torch.full((2, 2), 0.5), num_experts=3, kept_TK=kept)
@@ -46,6 +48,7 @@ class Routing:
     mask_T: Tensor | None = None
     num_dropped: Tensor | None = None
     auxiliary_loss: Tensor | None = None
+    meets_all: bool = False
 
     @classmethod
     def from_choice(

@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -63,12 +63,13 @@ def run_queue(
     jobs: Sequence[Job],
     path: Path,
     *,
+    only: Collection[str] | None = None,
     console: Console | None = None,
     earlier: Iterable[Path] = (),
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
     **environment: Any,
 ) -> list[Record]:
-    """The records of all jobs, in order; those without a line in ``path`` are run first, one after the other.
+    """The records of the jobs, in order; those without a line in ``path`` are run first, one after the other.
 
     Put seeds outermost, so that an unfinished study still compares all there is. A line of a run with other settings
     or other data is refused before the first run, which may take long, and so is a second queue for the same file.
@@ -77,19 +78,21 @@ def run_queue(
         study: what records say they belong to.
         jobs: told apart by name and seed.
         path: the file of the study.
+        only: names of the jobs to run, if not all; of the others there are records if they were run before.
         console: where it is said which run it is.
         earlier: files of earlier versions, one a run, which are taken over if there is no ``path`` yet.
         defaults: what settings had before they existed, for records that are older than a setting.
         environment: what all runs have in common, beside command, commit, machine and versions.
     """
     with locked(path.with_name(f".{path.name}.lock"), path):
-        return _run_queue(study, jobs, path, console or Terminal(), earlier, defaults or {}, environment)
+        return _run_queue(study, jobs, path, only, console or Terminal(), earlier, defaults or {}, environment)
 
 
 def _run_queue(
     study: str,
     jobs: Sequence[Job],
     path: Path,
+    only: Collection[str] | None,
     console: Console,
     earlier: Iterable[Path],
     defaults: Mapping[str, Mapping[str, Any]],
@@ -100,15 +103,16 @@ def _run_queue(
     for job in jobs:
         if (record := done.get((job.name, job.seed))) is not None:
             _refuse_another(record, job, path, defaults)
-    for number, job in enumerate(jobs, 1):
+    wanted = [job for job in jobs if only is None or job.name in only]
+    for number, job in enumerate(wanted, 1):
         if (job.name, job.seed) not in done:
-            say(console, f"run {number} of {len(jobs)}: {job.name}, seed {job.seed}")
+            say(console, f"run {number} of {len(wanted)}: {job.name}, seed {job.seed}")
             start = time.perf_counter()
             figures = dict(job.work())
             seconds = figures.pop("seconds", time.perf_counter() - start)
             own = {"seed": job.seed, "settings": dict(job.settings), "figures": figures, "seconds": seconds}
             (done[job.name, job.seed],) = add_records(path, new_record(study, job.name, **own, **environment))
-    return [done[job.name, job.seed] for job in jobs]
+    return [done[job.name, job.seed] for job in jobs if (job.name, job.seed) in done]
 
 
 def _refuse_another(record: Record, job: Job, path: Path, defaults: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,8 +1,8 @@
 """Measuring candidates fairly on a machine that others use too: their times side by side, and the memory of each.
 
-Candidates take turns, in an order that rotates, so a slow minute hits all of them; none pays for memory that another
-has handed back to the system. What counts is each candidate's time over the reference's time *in the same round*.
-Medians and quartiles of these ratios are reported, never a single time.
+Candidates take turns, in an order that rotates, so a slow minute hits all of them; with glibc, none pays for memory
+that another has handed back to the system. What counts is each candidate's time over the reference's time *in the
+same round*. Medians and quartiles of these ratios are reported, never a single time.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Setup:
     GPUs. The last two on the data you name."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Every model is trained with each of them."""
-    only: tuple[str, ...] = ()
-    """Rows to run, by the names that records have, such as dense v-moe; by default all. The table shows what is on
-    record."""
+    only: tuple[str, ...] | None = None
+    """Rows to run, by the names that records have, such as dense v-moe; by default all. The table is made once every
+    row is on record."""
     pretrain: str | None = None
     """few-shot, ablation: the images that features are learned from; by default half of the classes of --data. At
     scale tiny, few-shot: unlabelled images to which experts are fitted; by default those of --data."""
@@ -55,6 +55,8 @@ class Setup:
             raise UserError(f"--scale {self.scale}: use one of {', '.join(get_args(Scale))}")
         if not self.seeds or min(self.seeds) < 1 or len(set(self.seeds)) < len(self.seeds):
             raise UserError("--seeds: need at least one, each once and above 0, such as --seeds 1 2 3")
+        if self.only == ():
+            raise UserError("--only: name at least one row, such as --only dense, or leave it out for all")
         if self.epochs is not None and self.epochs < 1:
             raise UserError(f"--epochs {self.epochs}: need at least one")
         if self.is_tiny and (self.weights is None or self.data is None):

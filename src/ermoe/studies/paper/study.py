@@ -19,7 +19,7 @@ from ermoe.errors import unknown_name
 from ermoe.files import replacing
 from ermoe.studies.figures import Runs
 from ermoe.studies.paper.setup import Setup
-from ermoe.studies.record import RECORDS, Job, Record, command_line, read_records, run_queue
+from ermoe.studies.record import RECORDS, Job, Record, command_line, run_queue
 from ermoe.studies.tables import Table
 
 
@@ -82,8 +82,8 @@ def in_pairs(quoted: Sequence[str], ours: Sequence[str]) -> list[str]:
     return [value for pair in zip(quoted, ours, strict=True) for value in pair]
 
 
-def run(study: Study, setup: Setup) -> Findings:
-    """Runs what has not been run, prints and writes the result."""
+def run(study: Study, setup: Setup) -> Findings | None:
+    """Runs what has not been run, prints and writes the result; None while rows are missing that nobody asked for."""
     console = setup.console
     if setup.threads:
         torch.set_num_threads(setup.threads)
@@ -91,6 +91,10 @@ def run(study: Study, setup: Setup) -> Findings:
     console.print(study.name, style="bold", end="", highlight=False)
     say(console, f": {study.title}\nThe paper: {study.paper}\nHere ({setup.scale}): {ours}")
     records = run_study(study, setup)
+    recorded = {record["name"] for record in records}
+    if missing := [name for name in dict.fromkeys(job.name for job in study.jobs(setup)) if name not in recorded]:
+        say(console, f"on record in {setup.place(study.name)}; the table waits for {', '.join(missing)}")
+        return None
     found = study.findings(Runs(records))
     console.print(found.table.terminal())
     for sentence in found.sentences:
@@ -105,23 +109,22 @@ def run(study: Study, setup: Setup) -> Findings:
 
 
 def run_study(study: Study, setup: Setup) -> list[Record]:
-    """The records of all runs, in order; those without a line are run first, or only those asked for."""
+    """The records there are, in order; runs without a line are run first, all of them or those asked for."""
     asked = {"scale": setup.scale, "data": setup.data}
     place = setup.place(study.name)
-    jobs = [replace(job, settings={**asked, **job.settings}) for job in _wanted(study.jobs(setup), setup.only)]
-    earlier = place.glob("*.json")
-    found = run_queue(
-        study.name, jobs, place / RECORDS, console=setup.console, earlier=earlier, ran_on=study.ours(setup)
-    )
-    return read_records(place / RECORDS) if setup.only else found
-
-
-def _wanted(jobs: Sequence[Job], only: Collection[str]) -> list[Job]:
+    jobs = [replace(job, settings={**asked, **job.settings}) for job in study.jobs(setup)]
     names = dict.fromkeys(job.name for job in jobs)
-    for name in only:
-        if name not in names:
-            raise unknown_name("row", name, names)
-    return [job for job in jobs if not only or job.name in only]
+    if unknown := [name for name in setup.only or () if name not in names]:
+        raise unknown_name("row", unknown[0], names)
+    return run_queue(
+        study.name,
+        jobs,
+        place / RECORDS,
+        only=setup.only,
+        console=setup.console,
+        earlier=place.glob("*.json"),
+        ran_on=study.ours(setup),
+    )
 
 
 def _markdown_page(study: Study, setup: Setup, ours: str, found: Findings) -> str:

@@ -70,13 +70,22 @@ def test_an_interrupted_queue_goes_on_where_it_was(setup):
     assert calls == [1, 2, 2]
 
 
-def test_some_rows_alone_are_run_and_all_that_are_on_record_are_shown(setup):
-    rows = replace(study(lambda seed: {}), jobs=lambda setup: [Job(name, 1, lambda: {"x": 1.0}) for name in "abc"])
-    run_study(rows, replace(setup, only=("b",)))
-    records = run_study(rows, replace(setup, only=("a",)))
-    assert [record["name"] for record in records] == ["b", "a"]
+def test_some_rows_alone_are_run_and_the_table_waits_for_the_others(setup, capsys):
+    def of(recipe):
+        def jobs(setup):
+            return [Job(name, 1, lambda: {"x": 1.0}, {"recipe": recipe}) for name in "abc"]
+
+        return replace(study(lambda seed: {}), jobs=jobs)
+
+    setup = replace(setup, console=Console(width=1000))
+    assert run(of(1), replace(setup, only=("b",))) is None
+    assert "the table waits for a, c" in capsys.readouterr().out
+    assert [record["name"] for record in run_study(of(1), replace(setup, only=("a",)))] == ["a", "b"]
     with pytest.raises(UserError, match="there is no row 'd': there are a, b, c"):
-        run_study(rows, replace(setup, only=("d",)))
+        run_study(of(1), replace(setup, only=("d",)))
+    with pytest.raises(UserError, match="recipe"):  # what others have on record is another study
+        run_study(of(2), replace(setup, only=("c",)))
+    assert run(of(1), replace(setup, only=("c",))) is not None
 
 
 def test_what_an_earlier_version_left_counts_as_done(setup):
@@ -121,7 +130,10 @@ def test_a_record_of_other_data_of_the_same_name_is_refused(setup, tmp_path):
     assert len(run_study(study(lambda seed: {"x": 2.0}), two)) == 2
 
 
-@pytest.mark.parametrize(("options", "message"), [({"scale": "huge"}, "use one of"), ({"seeds": ()}, "at least one")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"scale": "huge"}, "use one of"), ({"seeds": ()}, "at least one"), ({"only": ()}, "at least one row")],
+)
 def test_bad_setups_get_a_sentence(options, message):
     with pytest.raises(UserError, match=message):
         Setup(**options)

@@ -164,20 +164,28 @@ def test_a_product_at_a_time_without_gradients(offsets, form, options, forced, m
     layer = build(rank=DIM, **options).eval()
     if offsets is not None:
         layer.router.balance.offset_E.copy_(torch.tensor(offsets))
-    x, context = inputs()
+    x, context = (given.detach() for given in inputs())
     forced(layer, "at_a_time", form)
     calls = spied(monkeypatch, products, "product_at_a_time")
+    monkeypatch.setattr(products, "pays_in_turn", lambda *given: True)
+    for mask in (None, torch.tensor([[True] * 6, [True, False, True, False, False, True]])):
+        slow = slow_layer(layer, x, context, mask).detach()
+        for without_gradients in (torch.no_grad, torch.inference_mode):
+            with without_gradients():
+                torch.testing.assert_close(layer(x, context, mask), slow, rtol=0, atol=1e-9)
+    assert len(calls) == 4
     with torch.no_grad():
-        monkeypatch.setattr(products, "pays_in_turn", lambda *given: True)
-        torch.testing.assert_close(layer(x, context), slow_layer(layer, x, context, None), rtol=0, atol=1e-9)
-    assert calls
+        assert layer(x[:0], context[:0]).shape == (0, 6, DIM)
+        layer.train()(x, context)
+    assert len(calls) == 5, "in training, checkpointing repeats what ran without gradients with them"
 
 
 def test_a_product_at_a_time_keeps_to_what_it_can():
-    x_AD, weight = torch.randn(6, DIM), torch.randn(EXPERTS, DIM, HIDDEN)
+    x_AD, weight = torch.randn(600, DIM), torch.randn(EXPERTS, DIM, HIDDEN)
     assert not products.pays_in_turn(x_AD, weight, HIDDEN), "products that write into a result have no gradients"
     with torch.no_grad():
         assert products.pays_in_turn(x_AD, weight, HIDDEN)
+        assert not products.pays_in_turn(x_AD[:40], weight, HIDDEN), "few rows are faster padded"
         assert not products.pays_in_turn(x_AD, weight, 2**20), "hidden layers of all experts would leave the cache"
         assert not products.pays_in_turn(x_AD.double(), weight, HIDDEN)
         with torch.autocast("cpu", torch.bfloat16):
