@@ -83,14 +83,18 @@ def parameters(row: str) -> str:
     return next(f"{record['figures']['parameters']:.1f}" for record in records if record["name"] == row)
 
 
-def points_apart(ours: str, theirs: str) -> str:
-    """Between two rows of the study on real weights, photograph by photograph, with half of the 95 % interval."""
-    return str(apart(Runs(read_records(RESULTS / "real_weights.jsonl")), (ours,), (theirs,)))
+FINE_TUNED = "paper/finetune/tiny-tiny-imagenet-200-from-deit_tiny_patch16_224.safetensors/records.jsonl"
+
+
+def points_apart(ours: str, theirs: str, study: str = "real_weights.jsonl") -> str:
+    """Between two rows of a study on real weights, image by image, with half of the 95 % interval."""
+    return str(apart(Runs(read_records(RESULTS / study)), (ours,), (theirs,)))
 
 
 FIGURES: dict[str, Callable[[], str]] = {
     "slim-over-low-rank": lambda: points_apart("slim-0.8", "one-low-rank-0.8"),
     "slim-over-low-rank-fitted": lambda: points_apart("slim-0.8-fitted", "one-low-rank-0.8-fitted"),
+    "clusters-over-low-rank": lambda: points_apart("ermoe-clusters-shared", "one-low-rank", FINE_TUNED),
     "slim-parameters": lambda: parameters("slim-0.8-fitted"),
     "slim-16-parameters": lambda: parameters("slim-16-0.8-fitted"),
     "inspection-extra": lambda: figure(
