@@ -208,7 +208,8 @@ def _on_contest(runs: Runs) -> list[str]:
     rivals = {"V-MoE": ("v-moe",), "V-MoE without a limit": ("v-moe", _NO_LIMIT), "dense": ("dense",)}
     sentences = [paired_verdict(runs, name, (rival, label)) for label, rival in rivals.items()]
     one = (("one-low-rank",), "one low-rank expert")
-    sentences.append(paired_verdict(runs, (("ermoe-clusters",), "clusters, k = 1"), one))
+    clusters = {"ermoe-clusters": "clusters, k = 1", "ermoe-clusters-shared": "clusters beside a shared network"}
+    sentences += [paired_verdict(runs, ((method,), label), one) for method, label in clusters.items()]
     at_start = {LABELS[method]: information(runs, method, "start") for method in ours}
     told = ", ".join(f"{label} {bits:.3f}" for label, bits in at_start.items())
     return [*sentences, f"Bits about the class given the position, above shuffled labels, at the start: {told}."]
