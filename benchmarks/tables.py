@@ -330,6 +330,14 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
+    "threshold-deit": lambda: of_paper(
+        "threshold",
+        FINE_TUNED.format("tiny-imagenet-200"),
+        "fallback, ERMoE (paper's rule)",
+        "pruned: experts a token",
+        "pruned: accuracy",
+        "pruned: load CV²",
+    ),
     "threshold": lambda: of_paper(
         "threshold",
         TINY,
