@@ -84,12 +84,13 @@ def threshold(runs: Runs) -> Findings:
             row.append(runs.cell(method, "fallback", t, style=".1%"))
             row += [runs.cell(method, "pruned", t, name, style=style) for name, style in styles.items()]
         rows.append(row)
+    drawn = [method for method in _SWEPT_RULES if runs.of(method, "top1")]
     lines = {
         LABELS[method]: Curve(THRESHOLDS, [runs.mean(method, "fallback", str(t)) for t in THRESHOLDS], marked=True)
-        for method in _SWEPT_RULES
+        for method in drawn
     }
     scale = Scale("threshold T", "tokens that fall back", percent=True, at={"T = 0.5": 0.5})
-    return Findings(header, rows, _on_fallback(runs), curves(lines, list(_SWEPT_RULES.values()), scale))
+    return Findings(header, rows, _on_fallback(runs), curves(lines, [_SWEPT_RULES[method] for method in drawn], scale))
 
 
 def _on_fallback(runs: Runs) -> list[str]:
