@@ -83,6 +83,12 @@ def parameters(row: str) -> str:
     return next(f"{record['figures']['parameters']:.1f}" for record in records if record["name"] == row)
 
 
+def time_of(row: str) -> str:
+    """Of a row of the study on real weights, over the dense model's."""
+    records = read_records(RESULTS / "real_weights.jsonl")
+    return next(f"{record['figures'][row]['ratio']:.2f}" for record in records if record["name"] == "times")
+
+
 FINE_TUNED = "paper/finetune/tiny-tiny-imagenet-200-from-deit_tiny_patch16_224.safetensors/records.jsonl"
 
 
@@ -96,7 +102,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "slim-over-low-rank-fitted": lambda: points_apart("slim-0.8-fitted", "one-low-rank-0.8-fitted"),
     "clusters-over-low-rank": lambda: points_apart("ermoe-clusters-shared", "one-low-rank", FINE_TUNED),
     "slim-parameters": lambda: parameters("slim-0.8-fitted"),
-    "slim-16-parameters": lambda: parameters("slim-16-0.8-fitted"),
+    "slim-time": lambda: time_of("slim-0.8"),
     "inspection-extra": lambda: figure(
         "inspect_cost", "figures", "extra time over a plain pass", style=".1f", times=100
     ),

@@ -256,6 +256,7 @@ def summary() -> Table:
         ("top-1 %, ImageNet photographs, DeiT-Tiny made sparse", converted, "–", dense, "equal"),
         ("the same slimmed to 0.9 of the operations", slim, "–", dense, beside_dense("slim-0.9")),
         ("the same slimmed to 0.8 of the operations", slimmer, "–", dense, beside_dense("slim-0.8")),
+        ("its time, 8 photographs on two cores", figures.time_of("slim-0.8"), "–", "1", "**win**"),
         ("accuracy, CIFAR-10 from scratch", *(cell(cifar, name, "accuracy") for name in presets), "equal"),
         ("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets), "**loss**"),
         (
@@ -330,6 +331,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
+    "top-k-deit": lambda: of_paper(
+        "top-k", FINE_TUNED.format("tiny-imagenet-200"), "accuracy, swept", "over k = 2", "tail mass, swept"
+    ),
+    "train-heatmaps-deit": lambda: of_paper("train-heatmaps", FINE_TUNED.format("tiny-imagenet-200")),
     "threshold-deit": lambda: of_paper(
         "threshold",
         FINE_TUNED.format("tiny-imagenet-200"),

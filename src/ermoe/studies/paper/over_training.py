@@ -85,6 +85,8 @@ def train_heatmaps(runs: Runs) -> Findings:
     sentences = ["Paper: preferences sharpen with training and with depth."]
     layers: list[str] = []
     for method, label in _FOLLOWED.items():
+        if method not in first_seed:
+            continue
         figures = first_seed[method]
         steps = list(figures["steps"])
         layers = list(figures["steps"][steps[0]])
