@@ -1,14 +1,19 @@
-"""Half precision on CPUs that announce more than they can do.
+"""What torch has to be told about the machine: half precision that kills, and memory that is freed too soon.
 
 Some virtual Xeons announce AMX and trap it: the first product in bfloat16 or float16 ends Python with "Illegal
 instruction". oneDNN, which multiplies for torch, leaves AMX alone if ``ONEDNN_MAX_CPU_ISA`` says so before torch is
 imported. Whether that is needed is tried out in a child process, once a machine, and only where AMX is announced.
+
+glibc hands memory back to the system as soon as some megabytes at the end of its heap are free, and asks for large
+pieces one by one. So every pass of a network may pay anew for its hidden layers: the system maps and clears each page
+again, which on a virtual machine takes as long as small products do, and in one process but not in the next.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -28,6 +33,9 @@ _TRAPS = "half-precision products end Python on this CPU, which announces AMX an
 _CPU_INFO = Path("/proc/cpuinfo")
 _DEADLY = (-signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS)
 _LONGEST_SECONDS = 300
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
+_NEVER, _LARGEST = 2**31 - 1, 32 * 2**20  # glibc takes no threshold above 32 MB
+_SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 # A program of its own, so that it needs torch and nothing else. It leaves no core file behind when it dies.
 _PROGRAM = f"""
@@ -72,6 +80,18 @@ def limit_to_avx2() -> None:
     os.environ.update({LIMIT: "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})
 
 
+def keep_freed() -> bool:
+    """Keeps what this process frees, in pieces of up to 32 MB, and says whether it does.
+
+    It does not where the C library is another, or where a user has set its thresholds. Larger pieces go back as ever.
+    """
+    is_set = any(name in os.environ for name in _SET_BY_USERS) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_set or not _is_glibc():
+        return False
+    library = ctypes.CDLL(None)
+    return bool(library.mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(library.mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
 def problem() -> str | None:
     """What to say before the first product in half precision on this CPU; None where there is nothing to fear."""
     if not _dies():
@@ -96,6 +116,12 @@ def _dies() -> bool:
         with suppress(OSError, RuntimeError, UserError), replacing(_verdict_file(cpu)) as draft:
             draft.write_bytes(b"works" if code == 0 else b"dies")
     return code in _DEADLY
+
+
+def _is_glibc() -> bool:
+    with suppress(AttributeError, ValueError, OSError):  # no such name on other systems
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    return False
 
 
 def described() -> dict[str, str]:

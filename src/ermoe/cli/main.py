@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from ermoe import allocator, console, cpu
+from ermoe import console, cpu
 from ermoe._version import __version__
 from ermoe.cli.spelling import refuse_old_spelling
 from ermoe.console import Command, Terminal, parse_command, run_command
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
         raise unknown_name("command", name, COMMANDS)
     if not {"-h", "--help"} & set(rest):
         _limit_cpu()
-        allocator.keep_freed()
+        cpu.keep_freed()
     try:
         command = command_named(name)
         if isinstance(command, Mapping):

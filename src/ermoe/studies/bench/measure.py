@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from ermoe import allocator
+from ermoe import cpu
 
 _Build = Callable[..., Callable[[], object]]
 
@@ -60,7 +60,7 @@ def take_turns(
     >>> sorted(take_turns({"a": lambda: 1, "b": lambda: 2}, rounds=3, warmup=0)["b"])[0] >= 0
     True
     """
-    allocator.keep_freed()
+    cpu.keep_freed()
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in track(range(warmup + rounds), description="timing", transient=True):

@@ -29,7 +29,7 @@ class Setup:
     GPUs. The last two on the data you name."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Every model is trained with each of them."""
-    only: tuple[str, ...] | None = None
+    only: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="ROW …")] = None
     """Rows to run, by the names that records have, such as dense v-moe; by default all. The table is made once every
     row is on record."""
     pretrain: str | None = None

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from ermoe import allocator
+from ermoe import cpu
 
 _PROGRAM = """
 import resource
-from ermoe.allocator import keep_freed
+from ermoe.cpu import keep_freed
 kept = keep_freed() if {keeps} else None
 import numpy as np
 
@@ -40,7 +40,7 @@ def run(keeps=True, **environment):
     return kept, int(faults)
 
 
-@pytest.mark.skipif(not allocator._is_glibc(), reason="another C library than glibc")
+@pytest.mark.skipif(not cpu._is_glibc(), reason="another C library than glibc")
 def test_freed_memory_stays():
     kept, faults = run()
     assert kept == "True"
@@ -49,7 +49,7 @@ def test_freed_memory_stays():
         pytest.skip("here the C library keeps what is freed by itself")
 
 
-@pytest.mark.skipif(not allocator._is_glibc(), reason="another C library than glibc")
+@pytest.mark.skipif(not cpu._is_glibc(), reason="another C library than glibc")
 def test_what_users_set_stays():
     kept, _ = run(MALLOC_TRIM_THRESHOLD_="131072")
     assert kept == "False"
@@ -60,4 +60,4 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
         raise ValueError(name)
 
     monkeypatch.setattr(os, "confstr", unknown, raising=False)
-    assert not allocator.keep_freed()
+    assert not cpu.keep_freed()
