@@ -100,6 +100,9 @@ class Slim:
     routed: float = 1.0
     """Share of the dense hidden width that each expert has to itself; all tokens share what else is kept. 0.125 makes a
     model that is smaller and faster, and farther from the dense one."""
+    routing_cost: float = 0.06
+    """What routing has to save beyond its operations, over those of the dense network, for a block to get experts and
+    not one network for all tokens. 0 counts operations alone."""
     layer_epochs: int = 0
     """Passes over the images in which every layer learns its dense network's outputs."""
     epochs: int = 5
@@ -140,6 +143,7 @@ class Slim:
                 budget=self.budget,
                 num_experts=self.num_experts,
                 routed=self.routed,
+                routing_cost=self.routing_cost,
                 calibration=PlainBatches(plain.of(learned), self.images, self.seed, compute),
                 held_out=None if held_out is None else PlainBatches(plain.of(held_out), len(held_out), 0, compute),
                 folder=self.out / "learning",

@@ -34,9 +34,6 @@ from ermoe.models.together import errors_together, fitted_together
 from ermoe.models.tokens import Networks, Tokens, sample_tokens
 from ermoe.nn.ffn import FFN
 
-_ROUTING = 0.06
-"""What a router has to save beyond its operations, over those of the dense network. Sorting, gathering and combining
-take three times that in DeiT-Tiny on two cores; by time alone, no block of it would get experts."""
 _STEPS = 16  # sizes are multiples of a sixteenth of the dense one
 _MEASURED_AT = (6, 12)
 _TOKENS_TO_CHOOSE = 65_536
@@ -73,11 +70,13 @@ class Kind:
     """What networks are cut to: a number of experts, of less "width" or "rank".
 
     ``routed`` is the share of the dense width that experts have to themselves; what else is kept, all tokens share.
+    ``routing_cost`` is what a router has to save beyond its operations, over those of the dense network.
     """
 
     num_experts: int
     cut: str = "width"
     routed: float = 1.0
+    routing_cost: float = 0.06
 
     def size(self, ffn: FFN, kept: int) -> Size:
         """The experts of which a token meets ``kept`` hidden units, or as high a rank."""
@@ -106,7 +105,7 @@ def choose_sizes(model: nn.Module, calibration: Iterable[Any], budget: float, ki
     answers = _Answers(model, apart)
     harm = {name: _harm(answers, block, ffn, tokens.pop(name), kind) for name, (block, ffn) in networks.items()}
     to_save = (1 - budget) * count(model).multiply_adds.total / family.num_tokens(model)
-    chosen = _shrink({name: ffn for name, (_, ffn) in networks.items()}, harm, to_save, is_rank=kind.cut == "rank")
+    chosen = _shrink({name: ffn for name, (_, ffn) in networks.items()}, harm, to_save, kind)
     return {index: size for index, (name, _) in enumerate(blocks) if (size := chosen[name]) is not None}
 
 
@@ -229,16 +228,18 @@ def _mixture(ffn: FFN, tokens: Tokens, size: Size, cut: str) -> Callable[[Tensor
 
 
 def _shrink(
-    networks: dict[str, FFN], harm: dict[str, dict[Size, float]], to_save: float, *, is_rank: bool
+    networks: dict[str, FFN], harm: dict[str, dict[Size, float]], to_save: float, kind: Kind
 ) -> dict[str, Size | None]:
     """The size of each network, None for one that stays, such that at least ``to_save`` entries a token are saved."""
 
     def saved(name: str, size: Size | None) -> int:
-        return 0 if size is None else entries_of(networks[name]) - size.entries(networks[name], is_rank=is_rank)
+        if size is None:
+            return 0
+        return entries_of(networks[name]) - size.entries(networks[name], is_rank=kind.cut == "rank")
 
     def sooner(name: str, size: Size | None) -> float:
         is_routed = size is not None and size.num_experts > 1
-        return saved(name, size) - _ROUTING * entries_of(networks[name]) * is_routed
+        return saved(name, size) - kind.routing_cost * entries_of(networks[name]) * is_routed
 
     def suffered(name: str, size: Size | None) -> float:
         return 0.0 if size is None else harm[name][size]

@@ -130,6 +130,7 @@ class DemoRuns:
             dense,
             batches,
             budget=_BUDGET,
+            routing_cost=0.0,  # 256 digits at once: routing is cheap beside them
             calibration=batches[: _TO_FIT // given["batch_size"]],
             held_out=self._held_out(),
             folder=self.folder / "slim" / "learning",

@@ -14,7 +14,7 @@ from ermoe.cli.main import main
 from ermoe.errors import UserError
 from ermoe.models import sizes
 from ermoe.models.backbones import family_of
-from ermoe.models.sizes import Size, entries_of
+from ermoe.models.sizes import Kind, Size, entries_of
 from ermoe.nn import moe_layers
 from ermoe.nn.basis import orthonormality_error
 from ermoe.train import distillation
@@ -37,10 +37,9 @@ def batches():
 
 @pytest.fixture(scope="module")
 def slimmed(dense, batches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "_ROUTING", 0.0)  # experts help a random network too little to pay for it
-        options = {"num_experts": 3, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
-        found = ermoe.slim(dense, batches[:3], budget=0.8, **options)
+    # Experts help a random network too little to pay for routing.
+    options = {"num_experts": 3, "routing_cost": 0.0, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
+    found = ermoe.slim(dense, batches[:3], budget=0.8, **options)
     assert any(layer.num_experts > 1 for layer in found.layers)
     return found
 
@@ -58,9 +57,8 @@ def test_the_whole_model_is_within_its_budget(dense, slimmed):
     assert len(moe_layers(slimmed.model)) == len(slimmed.layers)
 
 
-def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, batches, monkeypatch):
-    monkeypatch.setattr(sizes, "_ROUTING", 0.0)  # experts help a random network too little to pay for it
-    options = {"num_experts": 3, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
+def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, batches):
+    options = {"num_experts": 3, "routing_cost": 0.0, "held_out": batches[3:], "layer_epochs": 0, "epochs": 0}
     shared, apart = (ermoe.slim(dense, batches[:3], routed=routed, **options) for routed in (0.125, 1.0))
     assert shared.share <= 0.8
     layers = moe_layers(shared.model)
@@ -75,9 +73,11 @@ def test_hidden_units_that_experts_do_not_have_to_themselves_are_shared(dense, b
     assert shared.parameters < apart.parameters
     with pytest.raises(UserError, match="above 0 and at most 1"):
         ermoe.slim(dense, batches, routed=0)
+    with pytest.raises(UserError, match="routing_cost=-1: need 0 or more"):
+        ermoe.slim(dense, batches, routing_cost=-1)
 
 
-def test_few_blocks_are_cut_deep_because_routing_takes_time(dense, monkeypatch):
+def test_few_blocks_are_cut_deep_because_routing_takes_time(dense):
     family = family_of(dense)
     networks = {name: family.ffn(block) for name, block in family.blocks(dense)}
     ffn = next(iter(networks.values()))
@@ -87,8 +87,8 @@ def test_few_blocks_are_cut_deep_because_routing_takes_time(dense, monkeypatch):
     to_save = len(networks) * entries_of(ffn) // 5
     found = {}
     for cost in (0.0, 0.3):
-        monkeypatch.setattr(sizes, "_ROUTING", cost)
-        found[cost] = [size for size in sizes._shrink(networks, harm, to_save, is_rank=False).values() if size]
+        kind = Kind(8, routing_cost=cost)
+        found[cost] = [size for size in sizes._shrink(networks, harm, to_save, kind).values() if size]
         assert sum(entries_of(ffn) - size.entries(ffn, is_rank=False) for size in found[cost]) >= to_save
     assert len(found[0.3]) < len(found[0.0])
     assert min(size.kept for size in found[0.3]) < min(size.kept for size in found[0.0])
@@ -123,7 +123,8 @@ def test_what_was_fitted_is_not_fitted_again(dense, batches, tmp_path, monkeypat
 
 
 def test_a_smaller_budget_means_narrower_experts(dense, batches, slimmed):
-    tight = ermoe.slim(dense, batches[:3], budget=0.6, num_experts=3, held_out=batches[3:], layer_epochs=0, epochs=0)
+    options = {"num_experts": 3, "routing_cost": 0.0, "layer_epochs": 0, "epochs": 0}
+    tight = ermoe.slim(dense, batches[:3], budget=0.6, held_out=batches[3:], **options)
     assert tight.share <= 0.6
     wide, narrow = ({layer.name: layer.width for layer in each.layers} for each in (slimmed, tight))
     assert all(narrow[name] <= width for name, width in wide.items())
