@@ -4,6 +4,8 @@ A token that enters a feed-forward network finds most of its hidden units idle, 
 shows. So a network fitted to one group of like tokens (`ermoe.models.fitting`) can do with fewer hidden units, or with
 a lower rank, than one that has to serve all tokens.
 
+Groups are told by the tokens that matter to the answers: in a last block these are class tokens, one of hundreds.
+
 The router is aimed at the groups: prototype scores cos(Uᵀx, ψ_e), whose basis holds the directions in which groups
 differ, ψ_e pointing to group e, and offsets for equal load. Then tokens are grouped by the router itself, and experts
 are fitted to the tokens they will really get.
@@ -71,12 +73,12 @@ def fill_from_groups(
     width, rank = experts.size
     met = width if layer.shared is None or keeps_dense else layer.shared.size[0] + width
     one = fitted(ffn, tokens, met, rank)
-    expert_TK = Groups.of(tokens.x_TD, experts.num_experts, generator)(tokens.x_TD).unsqueeze(1)
+    expert_TK = Groups.of(tokens, experts.num_experts, generator)(tokens.x_TD).unsqueeze(1)
     routes_by_experts = isinstance(layer.score, PrototypeScore) and layer.score.basis is None
     for _ in range(_ROUTER_ROUNDS if experts.num_experts > 1 else 0):
         if routes_by_experts:  # their bases follow from what they are fitted to
             _fit_experts(layer, ffn, tokens, expert_TK)
-        _aim(layer, tokens.x_TD, expert_TK[:, 0])
+        _aim(layer, tokens, expert_TK[:, 0])
         expert_TK = _chosen(layer, tokens.x_TD)
     if met > width:
         _fit_beside(layer, ffn, tokens, expert_TK, choosing)
@@ -99,7 +101,7 @@ class Groups:
     """Centres of groups of tokens, (E, D), with offsets (E,) that keep the groups equally large: balanced k-means.
 
     >>> x = torch.cat([torch.randn(100, 3), torch.randn(100, 3) + 9])
-    >>> Groups.of(x, 2, torch.Generator().manual_seed(0))(x).bincount().tolist()
+    >>> Groups.of(Tokens(x, torch.ones(200)), 2, torch.Generator().manual_seed(0))(x).bincount().tolist()
     [100, 100]
     """
 
@@ -107,8 +109,9 @@ class Groups:
     offset_E: Tensor
 
     @classmethod
-    def of(cls, x_TD: Tensor, num_groups: int, generator: torch.Generator | None = None) -> Groups:
-        """Groups of tokens, found from a sample of them."""
+    def of(cls, tokens: Tokens, num_groups: int, generator: torch.Generator | None = None) -> Groups:
+        """Groups of the tokens that matter, found from a sample of them."""
+        x_TD = tokens.where(_which_matter(tokens, num_groups)).x_TD
         drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
         sample_TD = x_TD[drawn.to(x_TD.device)].float()
         centre_ED = _spread_out(sample_TD, num_groups, generator)
@@ -146,10 +149,23 @@ def _means(x_TD: Tensor, group_T: Tensor, num_groups: int) -> Tensor:
     return member_TE.mT @ x_TD / member_TE.sum(0).clamp_min(1).unsqueeze(1)
 
 
-def _aim(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
+def _which_matter(tokens: Tokens, num_groups: int) -> Tensor:
+    """Which tokens groups are to be told by, (T,): all, or those few that weigh more than all others together.
+
+    In a last block only class tokens reach the answer. Among all tokens they would be one group, and its expert would
+    do alone what all should share. So where tokens of more than a group's weight outweigh the rest, groups are theirs.
+    """
+    heavy_T = tokens.weight_T > num_groups * tokens.weight_T.mean()
+    outweighs = tokens.weight_T[heavy_T].sum() > tokens.weight_T[~heavy_T].sum()
+    return heavy_T if bool(outweighs) else torch.ones_like(heavy_T)
+
+
+def _aim(layer: MixtureLayer, tokens: Tokens, group_T: Tensor) -> None:
     """Lets the router send tokens to the experts of their groups, with equal loads."""
     router, score = layer.router, layer.score
     assert isinstance(router, TopKRouter)
+    matters_T = _which_matter(tokens, layer.experts.num_experts)
+    x_TD, group_T = tokens.x_TD[matters_T], group_T[matters_T]
     if isinstance(score, PrototypeScore):
         if score.basis is not None:
             score.basis.copy_(_basis_of_differences(x_TD, group_T, layer.experts.num_experts, score.basis.shape[2]))
@@ -157,7 +173,7 @@ def _aim(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:
             _put_telling_columns_first(layer, x_TD, group_T)
         score.psi.copy_(_prototypes(layer, x_TD, group_T))
     if router.balance is not None:
-        drawn = x_TD[: min(len(x_TD), _TOKENS_TO_GROUP)]
+        drawn = tokens.x_TD[:_TOKENS_TO_GROUP]
         router.balance.offset_E.copy_(equal_load_offsets(_scores(layer, drawn), router.top_k))
 
 

@@ -200,7 +200,7 @@ def _estimates(ffn: FFN, tokens: Tokens, kind: Kind) -> dict[Size, float]:
 
 
 def _grouped(tokens: Tokens, num_groups: int) -> tuple[Groups, list[Tokens]]:
-    groups = Groups.of(tokens.x_TD, num_groups, torch.Generator().manual_seed(0))
+    groups = Groups.of(tokens, num_groups, torch.Generator().manual_seed(0))
     group_T = groups(tokens.x_TD)
     return groups, [tokens.where(group_T == number) for number in range(num_groups)]
 

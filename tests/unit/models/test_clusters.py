@@ -149,9 +149,38 @@ def test_errors_of_widths_are_those_of_fitted_networks():
 
 def test_groups_are_equally_large_and_like_goes_with_like():
     x, kind = two_kinds()
-    group = clusters.Groups.of(x, 2, torch.Generator().manual_seed(0))(x)
+    group = clusters.Groups.of(alike(x), 2, torch.Generator().manual_seed(0))(x)
     assert group.bincount().tolist() == [1000, 1000]
     assert float((group == kind).float().mean()) in (0.0, 1.0)
+
+
+def few_that_matter(num=4000, dim=12):
+    """Tokens of which 40, of two kinds of their own, weigh more than all others together."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num, dim, generator=generator)
+    number = torch.randperm(num, generator=generator)
+    few, kind = number < num // 100, number % 2
+    x[few] = 6 + 3 * torch.eye(dim)[kind[few]] + 0.1 * x[few]
+    return Tokens(x, torch.where(few, 500.0, 1.0)), few, kind
+
+
+def test_groups_are_told_by_the_few_tokens_that_matter():
+    tokens, few, kind = few_that_matter()
+    group = clusters.Groups.of(tokens, 2, torch.Generator().manual_seed(0))(tokens.x_TD)
+    assert float((group == kind)[few].float().mean()) in (0.0, 1.0)
+    unweighed = clusters.Groups.of(alike(tokens.x_TD), 2, torch.Generator().manual_seed(0))(tokens.x_TD)
+    assert len(unweighed[few].unique()) == 1  # all tokens equal, these go together
+
+
+def test_experts_share_out_the_tokens_that_matter_and_have_equal_loads():
+    tokens, few, kind = few_that_matter()
+    routing = {"score": "prototype", "routing_basis": "shared", "route_rank": 4, "balance": "offset"}
+    layer = ermoe.nn.EigenMoE(12, 32, num_experts=2, rank=4, top_k=1, **routing)
+    fit = clusters.fill_from_groups(layer, network(), tokens, torch.Generator().manual_seed(0))
+    expert = clusters._chosen(layer, tokens.x_TD)[:, 0]
+    assert float((expert == kind)[few].float().mean()) in (0.0, 1.0)
+    assert fit.load_cv2 < 0.02
+    assert fit.error < fit.one_expert_error
 
 
 def test_memory_of_a_sample_does_not_grow_and_every_token_is_as_likely():
