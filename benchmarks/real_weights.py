@@ -258,9 +258,10 @@ def table(records: list[Record]) -> Table:
     for name in LABELS:
         for figures in (record["figures"] for record in records if record["name"] == name):
             row = [f"{100 * figures['top1']:.1f}", str(apart(runs, (name,), ("dense",)) or "–")]
-            row += [f"{figures['operations']:.3f}", f"{figures['parameters']:.2f}"]
+            row += [f"{100 * figures['agreement']:.1f}", f"{figures['operations']:.3f}", f"{figures['parameters']:.2f}"]
             rows.append([LABELS[name], *row, f"{timed[name]['ratio']:.2f}" if name in timed else "–"])
-    return Table(["model", "top-1 %", "over dense", "operations ÷ dense", "parameters ÷ dense", "time ÷ dense"], rows)
+    header = ["model", "top-1 %", "over dense", "same answer %", "operations ÷ dense", "parameters ÷ dense"]
+    return Table([*header, "time ÷ dense"], rows)
 
 
 def tuning_table(records: list[Record]) -> Table:

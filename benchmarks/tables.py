@@ -97,9 +97,9 @@ def cifar10() -> Table:
 
 
 def bars() -> Table:
-    """Every promise of the benchmarks, held or missed; those that depend on vector instructions, for each of them."""
+    """Every promise of the benchmarks, held or missed; those that depend on the processor, for each of them."""
     words = {True: "held", False: "**missed**"}
-    last = {(record["name"], record["settings"].get("instructions")): record for record in lines_of("bench")}
+    last = {(record["name"], *figures.processor_of(record)): record for record in lines_of("bench")}
     rows = [
         [bar["name"], _short(bar["value"], 3), f"≤ {_short(bar['limit'], 2)}", words[bar["holds"]], _named(*own)]
         for name in ("layer", "parts", "routing", "model", "training", "scaling", "file", "start", "data", "scale")
@@ -118,16 +118,16 @@ def _short(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if value >= 10**-digits else f"{value:.0e}"
 
 
-def _named(benchmark: str, instructions: str | None) -> str:
-    return f"`{benchmark}`" + ("" if instructions is None else f", {instructions.replace('AVX512', 'AVX-512')}")
+def _named(benchmark: str, *processor: str) -> str:
+    return ", ".join([f"`{benchmark}`", *processor])
 
 
-def parts(instructions: str) -> Table:
-    """Where a layer's time goes, over the floor, as last measured with these vector instructions."""
+def parts(*processor: str) -> Table:
+    """Where a layer's time goes, over the floor, as last measured on a processor."""
     found = [
         record["figures"]["tables"]
         for record in lines_of("bench")
-        if record["name"] == "parts" and record["settings"]["instructions"] == instructions
+        if record["name"] == "parts" and figures.processor_of(record) == processor
     ]
     places = [table_of(size, name) for size in SHAPES for name in PASSES]
     ratio = {place: {row["name"]: f"{row['ratio']:.3f}" for row in found[-1][place]} for place in places}
@@ -234,7 +234,7 @@ def summary() -> Table:
     """Wins, losses and ties of the studies, a line each; README.md shows it."""
     cifar = cifar10()
     words = retrieval_flickr8k.towers(lines_of("flickr8k_deit"))
-    layer, brains = parts("AVX512"), ixi50()
+    layer, brains = parts(*figures.MEASURED_ON), ixi50()
     presets = ("cifar17-ermoe", "cifar17-v-moe", "cifar17-dense")
     photographs = partial(cell, real_weights.table(lines_of("real_weights")))
     models = (real_weights.LABELS[row] for row in ("exact", "slim-0.9", "slim-0.8", "dense"))
@@ -297,8 +297,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "summary": summary,
     "cifar10": cifar10,
     "bars": bars,
-    "parts": partial(parts, "AVX512"),
-    "parts-avx2": partial(parts, "AVX2"),
+    "parts": partial(parts, *figures.MEASURED_ON),
+    "parts-avx2": partial(parts, "AMD EPYC", "AVX2"),
     "peers": peers,
     "growth": growth,
     "ways": lambda: ways_table(figures.ways_of_b16()),

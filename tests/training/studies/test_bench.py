@@ -93,7 +93,7 @@ def test_parts_of_both_layers_beside_the_floor(monkeypatch):
     assert [bar.limit for bar in result.bars] == [0.75]
     forward, training = ({row.name for row in result.tables[parts.table_of("small", name)]} for name in parts.PASSES)
     assert training - forward == {"ERMoE: penalty", "ERMoE: balance"}
-    assert {"floor", "ERMoE: route", "ERMoE: of which context", "V-MoE: products", "V-MoE: fixed cost"} <= forward
+    assert {"floor", "ERMoE: route", "ERMoE: of which context", "V-MoE: products", "V-MoE: unrouted"} <= forward
     assert result.settings["instructions"] in ("AVX2", "AVX512", "DEFAULT", "NO AVX")
 
 

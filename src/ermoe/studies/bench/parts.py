@@ -1,7 +1,8 @@
 """`ermoe bench parts`: where the time of an expert layer goes, part by part, at three sizes, forward and in training.
 
 Each part runs alone on what the part before it made. What is left of a layer when it has next to no tokens is its fixed
-cost: Python, and the start of every operation.
+cost: Python, and the start of every operation. *Unrouted* are the same rows through a single expert, in products as
+large as those of the floor: less time no routing can take.
 
 Letters: E experts, K experts per token.
 """
@@ -158,6 +159,7 @@ def _parts_of_layer(layer: MoE, x: Tensor, context: Context) -> dict[str, Part]:
         "route": Part(lambda x, alpha: plan(layer.route(x, Context(alpha))).weight_A, (x, alpha), layer),
         "gather": Part(lambda x_TD: gather(x_TD, pairs), (x_TD,), layer.router),
         "products": Part(lambda rows_AD: layer.experts(rows_AD, pairs.count_E), (rows_AD,), layer.experts),
+        "unrouted": Part(lambda rows_AD: layer.experts.one_of_many(rows_AD, 0), (rows_AD,), layer.experts),
         "combine": Part(partial(_combined, pairs), (y_AD, pairs.weight_A), layer.router),
         "fixed cost": _whole(layer, x[:1, :few], alpha[:1, :few, :few]),
     }
