@@ -88,7 +88,7 @@ def dense(bench: Photographs, options: Options, name: str) -> dict[str, Any]:
 
 
 def converted(
-    bench: Photographs, options: Options, name: str, learning: dict[str, int], **given: Any
+    bench: Photographs, options: Options, name: str, learning: dict[str, Any], **given: Any
 ) -> dict[str, Any]:
     model, about = bench.refined(options.cache / name, learning, **given)
     return {**bench.judged(model), **about}
@@ -197,6 +197,8 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "one-r96": partial(converted, learning=AS_IT_IS, **ONE),
     "clusters-r96-refined": partial(converted, learning=BY_LAYER, **CLUSTERS),
     "one-r96-refined": partial(converted, learning=BY_LAYER, **ONE),
+    "clusters-r96-trained": partial(converted, learning={**WHOLE, "lr": BEST_RATES["slim"]}, **CLUSTERS),
+    "one-r96-trained": partial(converted, learning={**WHOLE, "lr": BEST_RATES["one-low-rank"]}, **ONE),
     "int8": in_int8,
     **{f"svd-{budget}": partial(cut_by_svd, budget=budget) for budget in BUDGETS},
     **{
@@ -240,6 +242,8 @@ LABELS = {
     "one-r96": "rank 96 in every second block, one for all tokens",
     "clusters-r96-refined": "rank 96, 8 experts, refined layer by layer",
     "one-r96-refined": "rank 96, one for all, refined layer by layer",
+    "clusters-r96-trained": "rank 96, 8 experts, trained",
+    "one-r96-trained": "rank 96, one for all, trained",
     "int8": "dense, linear layers in int8 (torch, dynamic)",
     **{f"svd-{budget}": f"{budget}: one network a block, cut by SVD" for budget in BUDGETS},
     **{
