@@ -331,6 +331,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
+    "balance-deit": lambda: of_paper(
+        "balance", FINE_TUNED.format("tiny-imagenet-200"), "paper", "load CV²", "max / mean load", "dropped", "accuracy"
+    ),
+    "expert-choice-deit": lambda: of_paper("expert-choice", FINE_TUNED.format("tiny-imagenet-200")),
     "top-k-deit": lambda: of_paper(
         "top-k", FINE_TUNED.format("tiny-imagenet-200"), "accuracy, swept", "over k = 2", "tail mass, swept"
     ),
