@@ -288,13 +288,17 @@ def drawing(records: list[Record]) -> Figure:
     runs = Runs(records)
     figures = {record["name"]: record["figures"] for record in records}
     families = {
-        **{_WORDS[kind]: (kind, "") for kind in KINDS},
-        "the same, not trained": ("slim", "-fitted"),
-        "SVD": ("svd", ""),
+        **{_WORDS[kind]: [f"{kind}-{budget}" for budget in BUDGETS] for kind in KINDS},
+        **{
+            f"{_WORDS[kind]}, not trained": [f"{kind}-{budget}-fitted" for budget in BUDGETS]
+            for kind in ("slim", "one-low-rank")
+        },
+        "one network a block, cut by SVD": [f"svd-{budget}" for budget in BUDGETS],
+        "dense, in int8": ["int8"],
     }
     lines = {}
-    for label, (kind, stage) in families.items():
-        names = [name for budget in BUDGETS if (name := f"{kind}-{budget}{stage}") in figures]
+    for label, rows in families.items():
+        names = [name for name in rows if name in figures]
         widths = [apart(runs, (name,), ("dense",)) for name in names]
         if names:
             lines[label] = Curve(
@@ -302,7 +306,7 @@ def drawing(records: list[Record]) -> Figure:
                 [100 * figures[name]["top1"] for name in names],
                 error=[100 * width.half_width if width is not None else 0.0 for width in widths],
                 marked=True,
-                dashed=stage != "",
+                dashed=label.endswith("not trained"),
             )
     return curves(lines, plots.expert_colours(len(lines)), Scale("operations ÷ dense", "top-1 %", from_zero=False))
 

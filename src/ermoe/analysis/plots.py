@@ -30,7 +30,8 @@ _EXPERTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe8e4", "#5fb3a8", "#0f766e", "#083f3b"])
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#9bd3c9", "#0f766e", "#072d3f"])
 _MAX_NUMBERED_CELLS = 200
-_MOST_NAMED = 8
+_MOST_INSIDE = 4  # names of lines among the lines; more of them stand above
+_MOST_BELOW_EACH_OTHER = 8
 _MAPS_A_ROW = 3
 _LONGEST_NAME = 40
 
@@ -176,7 +177,9 @@ class Scale:
 
 def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> Figure:
     """All lines in one picture, with a legend where there is more than one."""
-    with panel(2.9) as (drawing, axes):
+    columns = 1 if len(lines) <= _MOST_BELOW_EACH_OTHER else 2
+    above = math.ceil(len(lines) / columns) if len(lines) > _MOST_INSIDE else 0  # rows of names, where lines are many
+    with panel(2.9 + 0.17 * above) as (drawing, axes):
         for (name, line), colour in zip(lines.items(), colours, strict=True):
             look: dict[str, Any] = {"color": colour, "linewidth": 1.6, "markersize": 3.5, "label": name}
             look["marker"] = "o" if line.marked else None
@@ -191,9 +194,10 @@ def curves(lines: Mapping[str, Curve], colours: Sequence[str], scale: Scale) -> 
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             axes.annotate(meaning, (place, 1), (4, -2), fontsize=8.5, bbox=paper, **where)
         _scale(axes, scale)
-        if len(lines) > 1:
-            columns = 1 if len(lines) <= _MOST_NAMED else 2
-            axes.legend(handlelength=1.4, ncols=columns, fontsize=8 if columns == 1 else 7)
+        if above:
+            drawing.legend(loc="outside upper left", handlelength=1.4, ncols=columns, fontsize=8 if columns == 1 else 7)
+        elif len(lines) > 1:
+            axes.legend(handlelength=1.4, fontsize=8)
     return drawing
 
 
