@@ -37,6 +37,7 @@ from ermoe.nn.scores import project
 _TOKENS_TO_GROUP = 16_384
 _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
+_HEAVY = 8  # times the mean weight of a token
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _SHARE_OF_OTHERS = 0.3  # of the weight of an expert's own tokens
 
@@ -111,7 +112,7 @@ class Groups:
     @classmethod
     def of(cls, tokens: Tokens, num_groups: int, generator: torch.Generator | None = None) -> Groups:
         """Groups of the tokens that matter, found from a sample of them."""
-        x_TD = tokens.where(_which_matter(tokens, num_groups)).x_TD
+        x_TD = tokens.where(_which_matter(tokens)).x_TD
         drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
         sample_TD = x_TD[drawn.to(x_TD.device)].float()
         centre_ED = _spread_out(sample_TD, num_groups, generator)
@@ -149,13 +150,13 @@ def _means(x_TD: Tensor, group_T: Tensor, num_groups: int) -> Tensor:
     return member_TE.mT @ x_TD / member_TE.sum(0).clamp_min(1).unsqueeze(1)
 
 
-def _which_matter(tokens: Tokens, num_groups: int) -> Tensor:
-    """Which tokens groups are to be told by, (T,): all, or those few that weigh more than all others together.
+def _which_matter(tokens: Tokens) -> Tensor:
+    """Which tokens groups are told by, (T,): all, or those heavy few that outweigh all the others together.
 
     In a last block only class tokens reach the answer. Among all tokens they would be one group, and its expert would
-    do alone what all should share. So where tokens of more than a group's weight outweigh the rest, groups are theirs.
+    do alone what all should share.
     """
-    heavy_T = tokens.weight_T > num_groups * tokens.weight_T.mean()
+    heavy_T = tokens.weight_T > _HEAVY * tokens.weight_T.mean()
     outweighs = tokens.weight_T[heavy_T].sum() > tokens.weight_T[~heavy_T].sum()
     return heavy_T if bool(outweighs) else torch.ones_like(heavy_T)
 
@@ -164,7 +165,7 @@ def _aim(layer: MixtureLayer, tokens: Tokens, group_T: Tensor) -> None:
     """Lets the router send tokens to the experts of their groups, with equal loads."""
     router, score = layer.router, layer.score
     assert isinstance(router, TopKRouter)
-    matters_T = _which_matter(tokens, layer.experts.num_experts)
+    matters_T = _which_matter(tokens)
     x_TD, group_T = tokens.x_TD[matters_T], group_T[matters_T]
     if isinstance(score, PrototypeScore):
         if score.basis is not None:
