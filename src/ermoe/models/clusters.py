@@ -38,6 +38,7 @@ _TOKENS_TO_GROUP = 16_384
 _GROUPING_ROUNDS = 10
 _ROUTER_ROUNDS = 3
 _HEAVY = 8  # times the mean weight of a token
+_FEWEST_A_GROUP = 8
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _SHARE_OF_OTHERS = 0.3  # of the weight of an expert's own tokens
 
@@ -112,7 +113,7 @@ class Groups:
     @classmethod
     def of(cls, tokens: Tokens, num_groups: int, generator: torch.Generator | None = None) -> Groups:
         """Groups of the tokens that matter, found from a sample of them."""
-        x_TD = tokens.where(_which_matter(tokens)).x_TD
+        x_TD = tokens.where(_which_matter(tokens, num_groups)).x_TD
         drawn = torch.randperm(len(x_TD), generator=generator)[:_TOKENS_TO_GROUP]
         sample_TD = x_TD[drawn.to(x_TD.device)].float()
         centre_ED = _spread_out(sample_TD, num_groups, generator)
@@ -150,22 +151,23 @@ def _means(x_TD: Tensor, group_T: Tensor, num_groups: int) -> Tensor:
     return member_TE.mT @ x_TD / member_TE.sum(0).clamp_min(1).unsqueeze(1)
 
 
-def _which_matter(tokens: Tokens) -> Tensor:
+def _which_matter(tokens: Tokens, num_groups: int) -> Tensor:
     """Which tokens groups are told by, (T,): all, or those heavy few that outweigh all the others together.
 
     In a last block only class tokens reach the answer. Among all tokens they would be one group, and its expert would
-    do alone what all should share.
+    do alone what all should share. Too few of them, from a handful of images, tell no groups.
     """
     heavy_T = tokens.weight_T > _HEAVY * tokens.weight_T.mean()
     outweighs = tokens.weight_T[heavy_T].sum() > tokens.weight_T[~heavy_T].sum()
-    return heavy_T if bool(outweighs) else torch.ones_like(heavy_T)
+    suffices = heavy_T.sum() >= _FEWEST_A_GROUP * num_groups
+    return heavy_T if bool(outweighs & suffices) else torch.ones_like(heavy_T)
 
 
 def _aim(layer: MixtureLayer, tokens: Tokens, group_T: Tensor) -> None:
     """Lets the router send tokens to the experts of their groups, with equal loads."""
     router, score = layer.router, layer.score
     assert isinstance(router, TopKRouter)
-    matters_T = _which_matter(tokens)
+    matters_T = _which_matter(tokens, layer.experts.num_experts)
     x_TD, group_T = tokens.x_TD[matters_T], group_T[matters_T]
     if isinstance(score, PrototypeScore):
         if score.basis is not None:

@@ -172,6 +172,18 @@ def test_groups_are_told_by_the_few_tokens_that_matter():
     assert len(unweighed[few].unique()) == 1  # all tokens equal, these go together
 
 
+@pytest.mark.parametrize("num_heavy", [1, 3, 15])
+def test_a_handful_of_heavy_tokens_tells_no_groups(num_heavy):
+    x = torch.randn(800, 12, generator=torch.Generator().manual_seed(0))
+    tokens = Tokens(x, torch.where(torch.arange(800) < num_heavy, 1e4, 1.0))
+    routing = {"score": "prototype", "routing_basis": "shared", "route_rank": 4, "balance": "offset"}
+    layer = ermoe.nn.EigenMoE(12, 32, num_experts=2, rank=4, top_k=1, **routing)
+    fit = clusters.fill_from_groups(layer, network(), tokens, torch.Generator().manual_seed(0))
+    assert fit.load_cv2 < 0.05
+    group = clusters.Groups.of(tokens, 2, torch.Generator().manual_seed(0))(x)
+    assert group.bincount(minlength=2).tolist() == [400, 400]
+
+
 def test_experts_share_out_the_tokens_that_matter_and_have_equal_loads():
     tokens, few, kind = few_that_matter()
     routing = {"score": "prototype", "routing_basis": "shared", "route_rank": 4, "balance": "offset"}
