@@ -48,7 +48,7 @@ from ermoe.train.compute import Compute
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (0.9, 0.8, 0.7)
-BETWEEN = (0.95, 0.85, 0.75)
+ALL_BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 KINDS: dict[str, dict[str, Any]] = {
     "slim": {"num_experts": 8},
     "slim-16": {"num_experts": 16},
@@ -56,6 +56,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one-narrow": {"num_experts": 1},
     "one-low-rank": {"num_experts": 1, "cut": "rank"},
 }
+COMPARED = ("slim", "one-low-rank")
+"""Kinds whose curve has budgets in between, fitted layer by layer only."""
 RATES = (1.5e-5, 5e-5, 1.5e-4)
 WHOLE: dict[str, Any] = {"layer_epochs": 0, "epochs": 5}
 BEST_RATES = {"slim": 1.5e-5, "slim-16": 1.5e-5, "slim-shared": 1.5e-5, "one-narrow": 5e-5, "one-low-rank": 5e-5}
@@ -209,13 +211,7 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     **{
         f"{kind}-{budget}-fitted": partial(slimmed, learning=AS_IT_IS, budget=budget, **options)
         for kind, options in KINDS.items()
-        for budget in BUDGETS
-    },
-    **{
-        f"{kind}-{budget}-by-layer": partial(slimmed, learning=BY_LAYER, budget=budget, **options)
-        for kind, options in KINDS.items()
-        for budget in BETWEEN
-        if kind in ("slim", "one-low-rank")
+        for budget in (ALL_BUDGETS if kind in COMPARED else BUDGETS)
     },
     **{
         f"{kind}-{budget}": partial(slimmed, learning={**WHOLE, "lr": BEST_RATES[kind]}, budget=budget, **options)
@@ -226,7 +222,7 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-_STAGES = {"-fitted": ", not trained", "-by-layer": ", trained layer by layer", "": ", trained"}
+_STAGES = {"-fitted": ", not trained", "": ", trained"}
 _WORDS = {
     "slim": "slim, 8 experts",
     "slim-16": "slim, 16 experts",
@@ -248,7 +244,7 @@ LABELS = {
     **{f"svd-{budget}": f"{budget}: one network a block, cut by SVD" for budget in BUDGETS},
     **{
         f"{kind}-{budget}{stage}": f"{budget}: {label}{remark}"
-        for budget in sorted({*BUDGETS, *BETWEEN}, reverse=True)
+        for budget in ALL_BUDGETS
         for kind, label in _WORDS.items()
         for stage, remark in _STAGES.items()
     },
@@ -290,8 +286,8 @@ def drawing(records: list[Record]) -> Figure:
     families = {
         **{_WORDS[kind]: [f"{kind}-{budget}" for budget in BUDGETS] for kind in KINDS},
         **{
-            f"{_WORDS[kind]}, not trained": [f"{kind}-{budget}-fitted" for budget in BUDGETS]
-            for kind in ("slim", "one-low-rank")
+            f"{_WORDS[kind]}, not trained": [f"{kind}-{budget}-fitted" for budget in ALL_BUDGETS]
+            for kind in COMPARED
         },
         "one network a block, cut by SVD": [f"svd-{budget}" for budget in BUDGETS],
         "dense, in int8": ["int8"],
