@@ -18,7 +18,7 @@ from ermoe.studies.record import Record, read_records
 RESULTS = Path(__file__).parent / "results"
 EXTRA = "extra time over a plain pass"
 TOKENS = {224: 197, 384: 577, 512: 1025}  # of a ViT with patches of 16 pixels, by image size
-MEASURED_ON = ("AMD EPYC", "AVX-512")
+MEASURED_ON = ("Intel Xeon", "AVX-512")
 """The processor of single figures and short tables; the table of bars has a row for each."""
 
 
@@ -131,6 +131,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ranking-matrix": lambda: figure("retrieval_ranking", "matrix_megabytes", times=1e-3),
     "layer-balanced": lambda: ratio("layer", "forward, balanced, 2 threads", "ermoe R=504 r=56"),
     "layer-collapsed": lambda: ratio("layer", "forward, collapsed, 2 threads", "ermoe R=504 r=56"),
+    "deit-unrouted": lambda: ratio("parts", "DeiT-Ti, forward", "ERMoE: unrouted"),
+    "slim-unrouted": lambda: ratio("parts", "slim, forward", "ERMoE: unrouted"),
     "deit-by-operations": lambda: beside_floor(rank=128, top_k=2, columns=128, averaged=128),
     "slim-by-operations": lambda: beside_floor(rank=96, top_k=1, columns=16, averaged=0),
     "merged-by-operations": lambda: routing_beside_v_moe(8 * 96),

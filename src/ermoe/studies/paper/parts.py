@@ -57,16 +57,16 @@ def ablation(runs: Runs) -> Findings:
 
 
 _LAMBDAS = {
-    "lambda-0": (0.0, "under-regularised"),
-    "lambda-5e-05": (5e-5, "lowest loss"),
-    "lambda-0.01": (1e-2, "dominates"),
+    "lambda-0": (0.0, PARTS["lambda = 0"][0], "under-regularised"),
+    "lambda-5e-05": (5e-5, FULL, "lowest loss"),
+    "lambda-0.01": (1e-2, Variant("lambda-0.01", training={"orthogonality": 1e-2}), "dominates"),
 }
+"""λ, the variant that learns with it, and what the paper says of it."""
 
 
 def _with_lambda(setup: Setup, name: str, seed: int) -> dict[str, Any]:
-    weight, _ = _LAMBDAS[name]
-    usual = weight == 5e-5
-    found = contested(setup, FULL if usual else Variant(name, training={"orthogonality": weight}), seed)
+    weight, variant, _ = _LAMBDAS[name]
+    found = contested(setup, variant, seed)
     return {**found, "combined_loss": found["loss"] + weight * found["penalty"]}
 
 
@@ -80,7 +80,7 @@ def lambda_(runs: Runs) -> Findings:
     """A row for none, the paper's and a large λ."""
     header = ["λ", "paper", "test loss", "with λ · penalty", "accuracy", "over λ = 5e-5", "drift ‖UᵀU−I‖₂", "load CV²"]
     rows = []
-    for name, (weight, paper) in _LAMBDAS.items():
+    for name, (weight, _, paper) in _LAMBDAS.items():
         losses = [runs.cell(name, figure, style=".4f") for figure in ("loss", "combined_loss")]
         row = [f"{weight:g}", paper, *losses, runs.cell(name, "top1"), points(runs, (name,), ("lambda-5e-05",))]
         rows.append([*row, runs.cell(name, "drift", style=".2g"), runs.cell(name, "load_cv2", style=".3f")])
