@@ -100,7 +100,7 @@ class Slim:
     routed: float = 1.0
     """Share of the dense hidden width that each expert has to itself; all tokens share what else is kept. 0.125 makes a
     model that is smaller and faster, and farther from the dense one."""
-    routing_cost: float = 0.12
+    routing_cost: float = 0.1
     """What routing has to save beyond its operations, over those of the dense network, for a block to get experts and
     not one network for all tokens. 0 counts operations alone."""
     layer_epochs: int = 0

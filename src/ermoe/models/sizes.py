@@ -76,7 +76,7 @@ class Kind:
     num_experts: int
     cut: str = "width"
     routed: float = 1.0
-    routing_cost: float = 0.12
+    routing_cost: float = 0.1
 
     def size(self, ffn: FFN, kept: int) -> Size:
         """The experts of which a token meets ``kept`` hidden units, or as high a rank."""

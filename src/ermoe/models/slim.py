@@ -122,7 +122,7 @@ def slim(
     budget: float = 0.8,
     num_experts: int = 8,
     routed: float = 1.0,
-    routing_cost: float = 0.12,
+    routing_cost: float = 0.1,
     cut: str = "width",
     calibration: Iterable[Any] | None = None,
     held_out: Iterable[Any] | None = None,
@@ -142,8 +142,8 @@ def slim(
             network which all tokens share. With 1 nothing is shared. With less, 0.125 for instance, the model is
             smaller and faster, and farther from the dense one.
         routing_cost: what a router has to save beyond its operations, over those of the dense network, for a block to
-            get experts; else it gets one network for all tokens. Sorting, gathering and combining take half as much again
-            as the default in DeiT-Tiny on two cores, and less in larger models. With 0 operations alone count.
+            get experts; else it gets one network for all tokens. Sorting, gathering and combining take nearly twice
+            the default in DeiT-Tiny on two cores, and less in larger models. With 0 operations alone count.
         cut: "width" leaves fewer hidden units; "rank" keeps all, with factors of lower rank, and shares nothing.
         calibration: batches by which widths are chosen and to which experts are fitted; by default ``batches``, which
             may be augmented where these are not.
@@ -164,7 +164,7 @@ def slim(
     if not 0 < routed <= 1:
         raise UserError(f"routed={routed}: need a share of the hidden width, above 0 and at most 1, such as 0.125")
     if routing_cost < 0:
-        raise UserError(f"routing_cost={routing_cost}: need 0 or more, of a dense network's operations, such as 0.12")
+        raise UserError(f"routing_cost={routing_cost}: need 0 or more, of a dense network's operations, such as 0.1")
     if cut not in ("width", "rank"):
         raise UserError(f"cut={cut!r}: use 'width' or 'rank'")
     device = (compute or Compute()).device
