@@ -285,10 +285,7 @@ def drawing(records: list[Record]) -> Figure:
     figures = {record["name"]: record["figures"] for record in records}
     families = {
         **{_WORDS[kind]: [f"{kind}-{budget}" for budget in BUDGETS] for kind in KINDS},
-        **{
-            f"{_WORDS[kind]}, not trained": [f"{kind}-{budget}-fitted" for budget in ALL_BUDGETS]
-            for kind in COMPARED
-        },
+        **{f"{_WORDS[kind]}, not trained": [f"{kind}-{budget}-fitted" for budget in ALL_BUDGETS] for kind in COMPARED},
         "one network a block, cut by SVD": [f"svd-{budget}" for budget in BUDGETS],
         "dense, in int8": ["int8"],
     }
