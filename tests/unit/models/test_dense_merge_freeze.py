@@ -7,7 +7,7 @@ import torch
 from timm.layers import Mlp
 
 import ermoe
-from ermoe.nn import DenseLinear, EigenLinear
+from ermoe.nn import DenseLinear, EigenLinear, moe_layers
 from support.backbones import ACCEPTED, apart, build, distance, outputs, perturb, photographs
 
 FAMILIES = [
@@ -96,7 +96,8 @@ class TestMerge:
     @pytest.mark.parametrize("options", [{}, {"score": "prototype"}, {"score": "energy"}, {"score": "logit"}])
     def test_outputs_and_choices_stay(self, options):
         sparse = apart(ermoe.upcycle(build("test_vit")[0], num_experts=4, **options))
-        ermoe.calibrate(sparse, [photographs(64)])
+        for layer in moe_layers(sparse).values():  # calibrated ones end where two tokens tie, and rounding decides
+            layer.router.balance.offset_E.copy_(torch.tensor([0.02, -0.01, 0.005, -0.015]))
         merged = ermoe.merge(sparse)
         chosen = []
         for model in (sparse, merged):
