@@ -6,8 +6,8 @@ a lower rank, than one that has to serve all tokens.
 
 Groups are told by the tokens that matter to the answers: in a last block these are class tokens, one of hundreds.
 
-The router is aimed at the groups: prototype scores cos(Uᵀx, ψ_e), whose basis holds the directions in which groups
-differ, ψ_e pointing to group e, and offsets for equal load. Then tokens are grouped by the router itself, and experts
+The router is aimed at the groups: prototype scores cos(Uᵀx, ψ_e), whose basis holds the directions that tell groups
+apart, ψ_e pointing to group e, and offsets for equal load. Then tokens are grouped by the router itself, and experts
 are fitted to the tokens they will really get.
 
 Letters: T tokens, D model width, E experts, K experts per token, R rank, r routing rank.
@@ -41,6 +41,7 @@ _HEAVY = 8  # times the mean weight of a token
 _FEWEST_A_GROUP = 8
 _KEPT_APART = 8  # every eighth token judges and is not fitted to
 _SHARE_OF_OTHERS = 0.3  # of the weight of an expert's own tokens
+_BLUR = 0.1  # of the mean variance of tokens within groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +182,30 @@ def _aim(layer: MixtureLayer, tokens: Tokens, group_T: Tensor) -> None:
 
 
 def _basis_of_differences(x_TD: Tensor, group_T: Tensor, num_groups: int, route_rank: int) -> Tensor:
-    """The r directions (D, r) in which groups differ most; those in which tokens differ, once groups do no more."""
-    x_TD = x_TD[:_TOKENS_TO_GROUP].double()
-    centre_ED = _means(x_TD, group_T[:_TOKENS_TO_GROUP], num_groups)
+    """Basis (D, r) of the directions that tell groups best; those in which tokens differ, once groups do no more.
+
+    Fisher's: v that makes vᵀBv / vᵀWv largest, B what differs between groups, W what differs within them. W is blurred,
+    so that no direction counts only because hardly any token has a part in it.
+    """
+    x_TD, group_T = x_TD[:_TOKENS_TO_GROUP].double(), group_T[:_TOKENS_TO_GROUP]
+    centre_ED = _means(x_TD, group_T, num_groups)
     between_DD = (centre_ED - centre_ED.mean(0)).mT @ (centre_ED - centre_ED.mean(0))
-    total_DD = torch.cov(x_TD.mT)
-    scale = 1e-6 * between_DD.trace() / total_DD.trace()
-    eigenvector: Tensor = torch.linalg.eigh(between_DD + scale * total_DD)[1]
-    return eigenvector.flip(-1)[:, :route_rank]
+    within_DD = torch.cov((x_TD - centre_ED[group_T]).mT)
+    within_DD.diagonal().add_(_BLUR * within_DD.diagonal().mean().clamp_min(1e-12))
+    scale = 1e-6 * between_DD.trace() / within_DD.trace()
+    root_DD = torch.linalg.cholesky(within_DD)
+    whitened_DD = _whitened(root_DD, between_DD + scale * torch.cov(x_TD.mT))
+    eigenvector = torch.linalg.eigh(whitened_DD)[1].flip(-1)[:, :route_rank]
+    telling_Dr = torch.linalg.solve_triangular(root_DD.mT, eigenvector, upper=True)
+    basis_Dr: Tensor = torch.linalg.qr(telling_Dr)[0]
+    return basis_Dr
+
+
+def _whitened(root_DD: Tensor, matrix_DD: Tensor) -> Tensor:
+    """L⁻¹ M L⁻ᵀ of a lower triangle L and a symmetric M."""
+    half_DD = torch.linalg.solve_triangular(root_DD, matrix_DD, upper=False)
+    whole_DD: Tensor = torch.linalg.solve_triangular(root_DD, half_DD.mT, upper=False)
+    return whole_DD
 
 
 def _put_telling_columns_first(layer: MixtureLayer, x_TD: Tensor, group_T: Tensor) -> None:

@@ -184,6 +184,19 @@ def test_a_handful_of_heavy_tokens_tells_no_groups(num_heavy):
     assert group.bincount(minlength=2).tolist() == [400, 400]
 
 
+def test_routing_looks_where_groups_are_told_apart_and_not_where_all_tokens_vary():
+    generator = torch.Generator().manual_seed(3)
+    x, kind = torch.randn(4000, 12, generator=generator), torch.arange(4000) % 2
+    loud, telling = 0, 1
+    x[:, loud] = 20 * x[:, loud] + 4 * kind
+    x[:, telling] = 0.5 * x[:, telling] + 3 * kind
+    basis = clusters._basis_of_differences(x, kind, 2, 4).float()
+    assert basis.shape == (12, 4)
+    assert orthonormality_error(basis) < 1e-5
+    assert basis[telling, 0].abs() > 0.95
+    assert basis[loud, 0].abs() < 0.1
+
+
 def test_experts_share_out_the_tokens_that_matter_and_have_equal_loads():
     tokens, few, kind = few_that_matter()
     routing = {"score": "prototype", "routing_basis": "shared", "route_rank": 4, "balance": "offset"}
