@@ -48,11 +48,11 @@ def opened(setup: Setup, seed: int, data: str | None = None) -> Photographs:
     return Photographs.open(data or setup.data or "", _ARCHITECTURE, Path(setup.weights), seed, setup.compute())
 
 
-def _described(setup: Setup) -> str:
-    train, test = (open_images(setup.data or "", split) for split in ("train", "test"))
+def _described(setup: Setup, calibration: str | None = None) -> str:
+    fitted, test = open_images(calibration or setup.data or "", "train"), open_images(setup.data or "", "test")
     return (
         f"DeiT-Tiny at 224 pixels from {setup.weights}, experts in every second block, 8 experts, fitted to at most "
-        f"1,000 unlabelled images of {train.summary}; judged by {test.summary}; {setup.in_seeds}."
+        f"1,000 unlabelled images of {fitted.summary}; judged by {test.summary}; {setup.in_seeds}."
     )
 
 
@@ -116,10 +116,10 @@ _SHOTS = (5, 10)
 
 
 def _probe_described(setup: Setup) -> str:
-    fitted = setup.pretrain or "the same images"
+    train = open_images(setup.data or "", "train")
     return (
-        f"{_described(setup)} Features are frozen; of the images, at most {_PROBED:,} train heads and {_TESTED:,} "
-        f"judge them. Experts are fitted to {fitted}, without labels."
+        f"{_described(setup, setup.pretrain)} Features are frozen. Heads learn from at most {_PROBED:,} images of "
+        f"{train.summary}, and {_TESTED:,} of the others judge them."
     )
 
 
