@@ -333,8 +333,8 @@ def _judge(layer: MixtureLayer, ffn: FFN, one: FFN, tokens: Tokens, num_fitted_t
         load_E = _routed(layer, tokens.x_TD).count_E.double()
         whole, error, one_expert_error = (tokens.error(network, ffn) for network in (torch.zeros_like, mixture, one))
     return GroupFit(
-        error=(error / whole) ** 0.5,
-        one_expert_error=(one_expert_error / whole) ** 0.5,
+        error=(error / max(whole, 1e-30)) ** 0.5,
+        one_expert_error=(one_expert_error / max(whole, 1e-30)) ** 0.5,
         load_cv2=float(load_E.var(correction=0) / load_E.mean().square()),
         num_tokens=num_fitted_to,
     )

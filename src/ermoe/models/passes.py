@@ -118,6 +118,11 @@ def images_of(batch: Any) -> Tensor:
     return images
 
 
+def tensors_of(batch: Any) -> list[Tensor]:
+    """What a model is shown of a batch: its images, or the values of its keyword arguments; each has a row an image."""
+    return list(batch.values()) if isinstance(batch, Mapping) else [images_of(batch)]
+
+
 def input_shape(model: nn.Module, image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Channels, height and width (and depth) of the images a model takes, at its own size or at another one."""
     family = family_of(model)

@@ -16,7 +16,7 @@ Letters: T tokens, D model width, B images, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from ermoe.models.backbones import SparseBlock, dense_network, family_of
 from ermoe.models.clusters import Groups, errors_by_groups
 from ermoe.models.count import count
 from ermoe.models.fitting import errors_of_ranks, errors_of_widths, fitted
-from ermoe.models.passes import answer, evaluating, images_of, outputs
+from ermoe.models.passes import answer, evaluating, outputs, tensors_of
 from ermoe.models.together import errors_together, fitted_together
 from ermoe.models.tokens import Networks, Tokens, sample_tokens
 from ermoe.nn.ffn import FFN
@@ -114,16 +114,13 @@ def _kept_apart(batches: Iterable[Any], apart: list[Any]) -> Iterator[Any]:
     first: list[Any] = []
     for number, batch in enumerate(batches):
         first = first or [batch]
-        if number % _KEPT_APART == _KEPT_APART - 1 and sum(map(_length, apart)) < _IMAGES_TO_MEASURE:
+        num_apart = sum(len(tensors_of(each)[0]) for each in apart)
+        if number % _KEPT_APART == _KEPT_APART - 1 and num_apart < _IMAGES_TO_MEASURE:
             apart.append(batch)
         else:
             yield batch
     if not apart:
         apart += first
-
-
-def _length(batch: Any) -> int:
-    return len(next(iter(batch.values())) if isinstance(batch, Mapping) else images_of(batch))
 
 
 class _Answers:
@@ -132,6 +129,11 @@ class _Answers:
     def __init__(self, model: nn.Module, batches: list[Any]) -> None:
         self._model, self._batches = model, batches
         self._wanted_BC = self._log_probability()
+        if self._wanted_BC.shape[1] == 1:
+            raise UserError(
+                "the model has a single output, and sizes are chosen by what they do to probabilities of classes: "
+                "choose them yourself, with ermoe.upcycle(init='clusters', hidden_dim=…)"
+            )
 
     def divergence(self, block: nn.Module, ffn: FFN, network: Callable[[Tensor], Tensor]) -> float:
         """Mean over images of KL(dense ‖ model) when ``network`` stands for the block's ``ffn``."""
@@ -255,7 +257,7 @@ def _shrink(
         ]
         if not ways:
             raise UserError(
-                "the budget is below what the model takes without any feed-forward network: use a larger one"
+                "the budget is below what the model takes with the smallest feed-forward networks: use a larger one"
             )
         _, name, size = min(ways, key=lambda way: way[:2])
         chosen[name] = size

@@ -7,7 +7,6 @@ Which blocks get experts, how many and how wide, is chosen by what each size doe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,8 +22,9 @@ from ermoe.files import StrPath, from_json, read_object, to_json, write_json
 from ermoe.models.backbones import family_of
 from ermoe.models.clusters import GroupFit
 from ermoe.models.count import count
+from ermoe.models.digest import digest
 from ermoe.models.io import load, save
-from ermoe.models.passes import images_of
+from ermoe.models.passes import refuse_tensor, tensors_of
 from ermoe.models.sizes import Kind, Size, choose_sizes, entries_of
 from ermoe.models.upcycle import upcycle
 from ermoe.nn import MixtureLayer, moe_layers
@@ -109,8 +109,8 @@ class Slimmed:
         larger = self.parameters / self.dense_parameters
         rows += [
             "",
-            f"{self.share:.2f} of the dense operations, {larger:.1f} times the parameters; {self.agreement:.1%} of "
-            "held-out images get the dense model's class.",
+            f"{self.share:.2f} of the dense operations, {larger:.1f} times the parameters. The dense model's class is "
+            f"given to {self.agreement:.1%} of the images by which both were compared.",
         ]
         return "\n".join(rows)
 
@@ -167,12 +167,16 @@ def slim(
         raise UserError(f"routing_cost={routing_cost}: need 0 or more, of a dense network's operations, such as 0.1")
     if cut not in ("width", "rank"):
         raise UserError(f"cut={cut!r}: use 'width' or 'rank'")
+    for passed in (batches, calibration):
+        refuse_tensor(passed)
     device = (compute or Compute()).device
     model = model.to(device).eval()
     if calibration is None:
         if isinstance(batches, Loader):
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
+    if iter(calibration) is calibration:
+        raise UserError("calibration= can be gone through only once: pass a list of batches or a data loader")
     kind = Kind(num_experts, cut, routed, routing_cost)
     choice: dict[str, Any] = {"budget": budget, "kind": kind, "seed": seed}
     if folder is None:
@@ -208,8 +212,8 @@ def _fitted_once(place: Path, model: nn.Module, calibration: Iterable[Any], choi
 
     It is known by the choice, the dense weights and the first images.
     """
-    first = [images_of(batch) for batch in islice(calibration, 1)]
-    origin = {**to_json(choice), "model": _digest(model.state_dict().values()), "images": _digest(first)}
+    first = (tensor for batch in islice(calibration, 1) for tensor in tensors_of(batch))
+    origin = {**to_json(choice), "model": digest(model.state_dict().values()), "images": digest(first)}
     if (place / _FITS).exists():
         about = read_object(place / _FITS, "remove its folder to fit anew")
         if about.get("origin") == origin:
@@ -227,15 +231,6 @@ def _fitted_once(place: Path, model: nn.Module, calibration: Iterable[Any], choi
 
 def _backbone(model: nn.Module) -> Any:
     return family_of(model).backbone(model)
-
-
-def _digest(tensors: Iterable[Any]) -> str:
-    """Tells weights, or images, from others."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _described(slimmed: Any, model: nn.Module, figures: dict[str, float]) -> Slimmed:

@@ -105,6 +105,7 @@ class TokenSample:
         return kept_TD[torch.randperm(len(kept_TD), generator=self._generator).to(kept_TD.device)]
 
 
+@torch.enable_grad()
 def tokens_and_gradients(
     model: nn.Module, networks: Networks, batches: Iterable[Any]
 ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:

@@ -382,6 +382,9 @@ def _convert(
 ) -> GroupFit | float | None:
     """Makes one block sparse; returns how near its output comes to the dense one, if experts are smaller or differ."""
     ffn = family.ffn(block).folded()
+    dtype = ffn.up.W.dtype
+    if tokens is not None:
+        ffn = ffn.to(torch.float32)  # as tokens are
     layer = sparsity.layer_like(ffn, index)
     fit: GroupFit | float | None = None
     if not ffn.up.W.is_meta:
@@ -399,6 +402,7 @@ def _convert(
         elif init == "dense":
             fill_from_dense(layer, ffn if tokens is None else fitted(ffn, tokens, *layer.experts.size))
             fit = output_error(layer, ffn, None if tokens is None else tokens.x_TD)
+        layer.to(dtype)
     sparse_class = family.sparse_class(block)
     sparsify(block, layer, sparse_class, context_of=sparsity.context_of, context_grad=sparsity.context_grad)
     return fit

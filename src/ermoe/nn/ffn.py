@@ -6,6 +6,7 @@ some hidden units.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,6 +94,16 @@ class FFN:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Outputs without dropout, (T, D)."""
         return self.down(self.hidden(x_TD))
+
+    def to(self, dtype: torch.dtype) -> FFN:
+        """The same network in another precision, beside the module and not in it."""
+
+        def cast(linear: Linear) -> Linear:
+            return Linear(linear.W.to(dtype), None if linear.b is None else linear.b.to(dtype))
+
+        gate = None if self.gate is None else cast(self.gate)
+        inner_norm = None if self.inner_norm is None else copy.deepcopy(self.inner_norm).to(dtype)
+        return replace(self, gate=gate, up=cast(self.up), down=cast(self.down), inner_norm=inner_norm)
 
     def with_units(self, kept: Tensor) -> FFN:
         """The network of some of the hidden units, (k,), alone; an inner norm is then that of these units."""

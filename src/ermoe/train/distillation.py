@@ -12,7 +12,7 @@ Letters: B images, C classes, N tokens of an image, D model width.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from ermoe.data.order import hashed
 from ermoe.errors import UserError
-from ermoe.files import StrPath
+from ermoe.files import Json, StrPath
 from ermoe.models.backbones import SparseBlock, family_of
 from ermoe.models.calibrate import settle_offsets
+from ermoe.models.digest import digest
 from ermoe.models.freeze import freeze
-from ermoe.models.passes import evaluating, images_of, refuse_tensor
+from ermoe.models.passes import Eye, answer, evaluating, images_of, refuse_tensor, tensors_of
 from ermoe.models.tokens import Networks, metric_of, tokens_and_gradients, weights_of
 from ermoe.nn import MixtureLayer, moe_layers
 from ermoe.nn.ffn import FFN
@@ -135,12 +136,15 @@ def distill(
         if chosen.layer_epochs:
             _freeze_all_but_experts(model)
             settings = chosen.training(chosen.layer_epochs, chosen.layer_lr, steps.batch_size)
-            figures = fit(LayerByLayer(pair), settings, place / "layers", compute=compute)
+            figures = fit(LayerByLayer(pair), settings, place / "layers", config=pair.identity(), compute=compute)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(learns[name])
         if chosen.epochs:
             settings = chosen.training(chosen.epochs, chosen.lr, steps.batch_size)
-            figures = fit(AsAWhole(pair, chosen.state_weight), settings, place / "whole", compute=compute)
+            config = {**pair.identity(), "state_weight": chosen.state_weight}
+            figures = fit(
+                AsAWhole(pair, chosen.state_weight), settings, place / "whole", config=config, compute=compute
+            )
     pair.settle()
     model.eval()
     return figures or pair.evaluate()
@@ -174,7 +178,7 @@ class _Steps:
     @property
     def batch_size(self) -> int:
         """Images of a step."""
-        return len(images_of(next(self.epoch(0))))
+        return len(tensors_of(next(self.epoch(0)))[0])
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Every step's batch from ``first_step`` on."""
@@ -215,9 +219,23 @@ class _Pair:
         self.networks = {name: ffn for name, (_, ffn) in stood_for.items()}
         self.measure = self._measure(stood_for)
 
+    def identity(self) -> Json:
+        """What tells a run from others: the shapes of the model, the teacher's weights, and the first images.
+
+        Not the model's own weights: experts that were fitted anew differ in their last digits. Nor images of a loader
+        that draws them as it likes.
+        """
+        is_repeatable = isinstance(self.steps.batches, Loader | Sequence)
+        first = islice(self.steps.epoch(0), 1) if is_repeatable else ()
+        return {
+            "model": {name: list(tensor.shape) for name, tensor in self.model.state_dict().items()},
+            "teacher": digest(self.teacher.state_dict().values()),
+            "images": digest(tensor for batch in first for tensor in tensors_of(batch)),
+        }
+
     def _measure(self, networks: Networks) -> dict[str, tuple[Tensor, Tensor]]:
         """What positions (N,) and directions (D, D) mean for the teacher's answers, by layer."""
-        images = (self.images(batch) for batch in islice(self.steps.epoch(0), _BATCHES_TO_WEIGH))
+        images = (self.shown(batch) for batch in islice(self.steps.epoch(0), _BATCHES_TO_WEIGH))
         costs: dict[str, Tensor] = {}
         fisher: dict[str, Tensor] = {}
         for passed in tokens_and_gradients(self.teacher, networks, images):
@@ -226,9 +244,12 @@ class _Pair:
                 fisher[name] = fisher.get(name, 0) + g_BND.flatten(0, 1).mT @ g_BND.flatten(0, 1)
         return {name: (weights_of(costs[name]), metric_of(fisher[name])) for name in networks}
 
-    def images(self, batch: Any) -> Tensor:
-        """Its images as the model takes them."""
-        return images_of(batch).to(self.compute.device, next(self.model.parameters()).dtype)
+    def shown(self, batch: Any) -> Any:
+        """Its images, or its keyword arguments, as the model takes them."""
+        device, dtype = self.compute.device, next(self.model.parameters()).dtype
+        if isinstance(batch, Mapping):
+            return {name: t.to(device, dtype if t.is_floating_point() else t.dtype) for name, t in batch.items()}
+        return images_of(batch).to(device, dtype)
 
     @contextmanager
     def layer_errors(self) -> Iterator[dict[str, Tensor]]:
@@ -263,7 +284,7 @@ class _Pair:
     def settle(self) -> str | None:
         """Offsets for the tokens that layers meet now, on the first few batches."""
         batches = self.steps.epoch(0) if self.calibration is None else self.calibration
-        images = (self.images(batch) for batch in islice(batches, _BATCHES_TO_SETTLE))
+        images = (self.shown(batch) for batch in islice(batches, _BATCHES_TO_SETTLE))
         return f"the first {_BATCHES_TO_SETTLE} batches" if settle_offsets(self.model, images) else None
 
     @torch.no_grad()
@@ -273,11 +294,11 @@ class _Pair:
         layer_error: list[float] = []
         with evaluating(self.model), self.layer_errors() as errors:
             for batch in self.held_out:
-                image = self.images(batch)
-                answer_BC, wanted_BC = self.model(image).float(), self.teacher(image).float()
+                shown = self.shown(batch)
+                answer_BC, wanted_BC = _said(self.model, shown), _said(self.teacher, shown)
                 same += float((answer_BC.argmax(1) == wanted_BC.argmax(1)).sum())
-                divergence += float(_divergence(answer_BC, wanted_BC)) * len(image)
-                count += len(image)
+                divergence += float(_divergence(answer_BC, wanted_BC)) * len(wanted_BC)
+                count += len(wanted_BC)
                 layer_error.append(float(torch.stack(list(errors.values())).sqrt().mean()))
         if not count:
             raise UserError("held_out has no batches: pass some, or leave it out")
@@ -303,7 +324,7 @@ class LayerByLayer(Task):
     def loss(self, network: nn.Module, batch: Any) -> Tensor:
         """Mean over layers of the squared relative error."""
         with self.pair.layer_errors() as errors:
-            network(self.pair.images(batch))
+            Eye(network)(self.pair.shown(batch))
         return torch.stack(list(errors.values())).mean()
 
     def settle(self) -> str | None:
@@ -322,11 +343,11 @@ class AsAWhole(LayerByLayer):
 
     def loss(self, network: nn.Module, batch: Any) -> Tensor:
         """KL(teacher ‖ model), mean over images, and the weighted error of states."""
-        image = self.pair.images(batch)
+        shown = self.pair.shown(batch)
         with torch.no_grad(), _states(self.pair.teacher) as wanted:
-            wanted_BC = self.pair.teacher(image)
+            wanted_BC = _said(self.pair.teacher, shown)
         with _states(self.model) as found:
-            divergence = _divergence(network(image).float(), wanted_BC.float())
+            divergence = _divergence(_said(network, shown), wanted_BC)
         pairs = zip(found, wanted, strict=True)
         errors = [(h_BND - t_BND).square().sum() / t_BND.square().sum() for h_BND, t_BND in pairs]
         return divergence + self.state_weight * torch.stack(errors).mean()
@@ -344,6 +365,10 @@ def _states(model: nn.Module) -> Iterator[list[Tensor]]:
         for _, block in family_of(model).blocks(model):
             hooks.callback(block.register_forward_hook(leaves).remove)
         yield states
+
+
+def _said(network: nn.Module, shown: Any) -> Tensor:
+    return answer(Eye(network)(shown)).float().flatten(0, -2)
 
 
 def _divergence(answer_BC: Tensor, wanted_BC: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification
 
 import ermoe
 from ermoe.cli.main import main
@@ -95,7 +96,7 @@ def test_few_blocks_are_cut_deep_because_routing_takes_time(dense):
 
 
 def test_the_report_says_what_was_done(slimmed):
-    assert f"{slimmed.agreement:.1%} of held-out images" in slimmed.table()
+    assert f"given to {slimmed.agreement:.1%} of the images" in slimmed.table()
     assert json.loads(json.dumps(slimmed.as_json()))["share"] == slimmed.share
 
 
@@ -225,6 +226,32 @@ def test_learning_that_was_stopped_goes_on_to_the_same_model(dense, batches, tmp
         assert torch.equal(tensor, whole.state_dict()[name]), name
 
 
+def test_a_folder_that_holds_another_models_learning_is_refused(dense, batches, tmp_path):
+    torch.manual_seed(5)
+    other = timm.create_model("test_vit", num_classes=10, img_size=96).eval()
+    ermoe.distill(converted(dense, batches[:1]), dense, batches[:1], epochs=1, folder=tmp_path)
+    for model, teacher, options in (
+        (converted(other, batches[:1]), other, {}),
+        (converted(dense, batches[:1], num_experts=3), dense, {}),
+        (converted(dense, batches[:1]), dense, {"state_weight": 0}),
+    ):
+        with pytest.raises(UserError, match="choose another folder"):
+            ermoe.distill(model, teacher, batches[:1], epochs=1, folder=tmp_path, **options)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_models_that_say_more_than_a_tensor_learn_too(by_name):
+    torch.manual_seed(0)
+    size = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64}
+    config = ViTConfig(**size, num_hidden_layers=3, num_attention_heads=2, num_labels=5)
+    dense = ViTForImageClassification(config).eval()
+    images = [torch.randn(8, 3, 32, 32) for _ in range(2)]
+    batches = [{"pixel_values": image} for image in images] if by_name else images
+    slimmed = ermoe.slim(dense, batches, num_experts=2, layer_epochs=1, epochs=1)
+    assert slimmed.share <= 0.8
+    assert 0 <= slimmed.agreement <= 1
+
+
 @pytest.mark.parametrize("budget", [0, 1, 1.5])
 def test_a_budget_is_a_share(dense, batches, budget):
     with pytest.raises(UserError, match=f"budget={budget}: need a share"):
@@ -232,7 +259,7 @@ def test_a_budget_is_a_share(dense, batches, budget):
 
 
 def test_what_cannot_be_had_is_said(dense, batches, slimmed):
-    with pytest.raises(UserError, match="use a larger one"):
+    with pytest.raises(UserError, match="smallest feed-forward networks: use a larger one"):
         ermoe.slim(dense, batches[:1], budget=0.05, num_experts=2)
     with pytest.raises(UserError, match="sparse already: slim the dense one"):
         ermoe.slim(slimmed.model, batches)
@@ -242,6 +269,12 @@ def test_what_cannot_be_had_is_said(dense, batches, slimmed):
         ermoe.distill(dense, dense, batches)
     with pytest.raises(UserError, match="gone through only once"):
         ermoe.distill(slimmed.model, dense, iter(batches))
+    with pytest.raises(UserError, match="gone through only once"):
+        ermoe.slim(dense, batches, calibration=iter(batches))
+    with pytest.raises(UserError, match="pass a list of batches"):
+        ermoe.slim(dense, batches[0])
+    with pytest.raises(UserError, match="single output"):
+        ermoe.slim(timm.create_model("test_vit", num_classes=1, img_size=96), batches)
 
 
 @pytest.fixture(scope="module")

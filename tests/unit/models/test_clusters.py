@@ -310,6 +310,20 @@ def test_the_dense_model_stays_as_it_was(dense, batches):
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_are_fitted_alike(dense, batches, dtype):
+    options = {"rank": 16, "blocks": [5]}
+    usual = convert(dense, batches, **options)
+    other = convert(copy.deepcopy(dense).to(dtype), [batch.to(dtype) for batch in batches], **options)
+    assert {parameter.dtype for parameter in other.parameters()} == {dtype}
+    assert other.group_fits["blocks.5"].error == pytest.approx(usual.group_fits["blocks.5"].error, rel=0.2)
+
+
+def test_gradients_that_are_switched_off_do_not_matter(dense, batches):
+    with torch.no_grad():
+        assert convert(dense, batches, rank=16, blocks=[5]).group_fits["blocks.5"].error < 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -136,7 +136,9 @@ def _probed(setup: Setup, method: str, seed: int) -> dict[str, Any]:
 
 
 def _features(setup: Setup, method: str) -> Features:
-    path = setup.trained(slug(setup.data or "")) / "features" / f"{method}.safetensors"
+    fitted_to = "" if setup.pretrain is None else f"-after-{slug(setup.pretrain)}"
+    name = f"{method}{fitted_to}-from-{slug(setup.weights or '')}.safetensors"
+    path = setup.trained(slug(setup.data or "")) / "features" / name
     if not path.is_file():
         data = opened(setup, seed=0)
         train, test = images.drawn(data.train, _PROBED), images.drawn(data.test, _TESTED)

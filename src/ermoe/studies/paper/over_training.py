@@ -155,7 +155,7 @@ def _steadiness(setup: Setup, method: str, seed: int) -> dict[str, Any]:
     assert before is not None
     for name, perturb in PERTURBATIONS.items():
         found["perturbed"][name] = _changes(before, _choices(last, few, perturb))
-    for earlier in range(1, seed):
+    for earlier in (other for other in setup.seeds if other < seed):
         other = images.trained(setup, Variant(method, method), earlier, data).model
         found["seeds"][str(earlier)] = _apart(before, _choices(other, few), len(few.test))
     return found
