@@ -73,51 +73,58 @@ def _alike(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def retract(model: nn.Module) -> dict[str, Retraction]:
+def retract(model: nn.Module, *, report: bool = True) -> dict[str, Retraction]:
     """Replaces every basis by the nearest orthonormal one and refits s, in place; call it once an epoch.
 
-    Columns keep their place, so the ones that route go on routing. Returns what was done, by module name.
+    Columns keep their place, so the ones that route go on routing. Returns what was done, by module name; figures take
+    longer than the deed, and without ``report`` there are none.
     """
-    report = {}
+    found = {}
     for name, module in model.named_modules():
-        if isinstance(module, EigenLinear):
-            factors = (own_experts(factor).detach() for factor in (module.U, module.s, module.V))
-            report[name] = _worst_process(_retract_factors(*factors), module.U)
-        elif isinstance(module, Score) and module.basis is not None:
-            report[name] = _worst_process(_retract_alone(own_experts(module.basis).detach()), module.basis)
-    return report
+        factors = _factors(module)
+        if not factors:
+            continue
+        own = [own_experts(factor).detach() for factor in factors]
+        before = [double(factor).clone() for factor in own] if report else []
+        if len(own[0]):  # else there are more processes than experts
+            _retract(*own)
+        if report:
+            done = _compared(before, [double(factor) for factor in own]) if len(own[0]) else Retraction(0.0, 0.0, 0.0)
+            found[name] = _worst_process(done, factors[0])
+    return found
 
 
-def _retract_factors(U: Tensor, s: Tensor, V: Tensor) -> Retraction:
-    if U.shape[0] == 0:  # more processes than experts
-        return Retraction(0.0, 0.0, 0.0)
-    before = _worst(U, V)
-    old_U, old_s, old_V = double(U), double(s), double(V)
-    new_U, new_V = polar_factor(U), polar_factor(V)
-    # s'_i = (QᵤᵀWQᵥ)_ii with W = U diag(s) Vᵀ, through the R×R products alone
-    turned_U, turned_V = new_U.mT @ old_U, new_V.mT @ old_V
-    new_s = ((turned_U * old_s.unsqueeze(1)) * turned_V).sum(-1)
-    U.copy_(new_U), s.copy_(new_s), V.copy_(new_V)
-    change = _relative_change((old_U, old_s, old_V), (double(U), double(s), double(V)))
-    return Retraction(before, _worst(U, V), change)
+def _factors(module: nn.Module) -> tuple[Tensor, ...]:
+    """U, s and V of stacked weights, a score's own basis alone, or nothing."""
+    if isinstance(module, EigenLinear):
+        return module.U, module.s, module.V
+    return (module.basis,) if isinstance(module, Score) and module.basis is not None else ()
 
 
-def _retract_alone(basis: Tensor) -> Retraction:
-    if basis.shape[0] == 0:
-        return Retraction(0.0, 0.0, 0.0)
-    before = float(orthonormality_error(basis).max())
-    basis.copy_(polar_factor(basis))
-    return Retraction(before, float(orthonormality_error(basis).max()), 0.0)
+def _retract(U: Tensor, s: Tensor | None = None, V: Tensor | None = None) -> None:
+    new_U = polar_factor(U)
+    if s is not None and V is not None:
+        new_V = polar_factor(V)
+        # s'_i = (QᵤᵀWQᵥ)_ii with W = U diag(s) Vᵀ, through the R×R products alone
+        turned_U, turned_V = new_U.mT @ double(U), new_V.mT @ double(V)
+        s.copy_(((turned_U * double(s).unsqueeze(1)) * turned_V).sum(-1))
+        V.copy_(new_V)
+    U.copy_(new_U)
 
 
-def _worst(*stacks: Tensor) -> float:
+def _compared(old: list[Tensor], new: list[Tensor]) -> Retraction:
+    change = _relative_change(old, new) if len(new) > 1 else 0.0
+    return Retraction(_worst(old[::2]), _worst(new[::2]), change)
+
+
+def _worst(stacks: list[Tensor]) -> float:
     return max(float(orthonormality_error(stack).max()) for stack in stacks)
 
 
-def _relative_change(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor]) -> float:
+def _relative_change(old: list[Tensor], new: list[Tensor]) -> float:
     """max_e ‖W' − W‖ / ‖W‖ without building a W: ⟨U s Vᵀ, Q t Pᵀ⟩ = Σ_ij s_i (UᵀQ)_ij t_j (VᵀP)_ij."""
 
-    def inner(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
         return torch.einsum("ei,eij,ej,eij->e", a[1], a[0].mT @ b[0], b[1], a[2].mT @ b[2])
 
     before = inner(old, old)

@@ -37,4 +37,4 @@ class ExpertUpkeep(TrainerCallback):
         # At the last step of an epoch, state.epoch is a whole number.
         every = self.retract_every
         if state.epoch == int(state.epoch) if every is None else state.global_step % every == 0:
-            retract(model)
+            retract(model, report=False)

@@ -173,11 +173,11 @@ def _fit(task: Task, settings: Training, run: RunFolder, compute: Compute, *, is
                 if ends or retracts or saves:
                     trainer.check_weights(now)
                 if retracts:
-                    retract(task.model)
+                    retract(task.model, report=False)
                 if saves and not ends:
                     trainer.save(run, Position(epoch, step + 1, where.best, figures))
             if settings.retract:
-                retract(task.model)
+                retract(task.model, report=False)
             with trainer.as_kept() as settled_on:
                 figures = trainer.evaluate() if _is_judged(task, settings, epoch + 1) else {}
                 log.write((epoch + 1) * steps_per_epoch, "test", figures, settled_on)

@@ -398,7 +398,7 @@ class Average:
         own = {name: tensor.detach().clone() for name, tensor in _averaged(self.model).items()}
         try:
             self._put(self.shadow)
-            retract(self.model)
+            retract(self.model, report=False)
             yield
         finally:
             self._put(own)

@@ -46,6 +46,14 @@ def test_the_loss_of_a_model_without_bases_is_zero():
     assert retract(torch.nn.Linear(3, 3)) == {}
 
 
+def test_retraction_without_a_report_does_the_same():
+    told, silent = drifted(1e-2), drifted(1e-2)
+    assert retract(told)
+    assert retract(silent, report=False) == {}
+    for name, tensor in told.state_dict().items():
+        torch.testing.assert_close(silent.state_dict()[name], tensor, atol=0, rtol=0)
+
+
 def test_gradient_of_the_penalty():
     basis = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(orthogonality_penalty, basis)

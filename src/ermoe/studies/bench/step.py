@@ -13,7 +13,7 @@ from ermoe.nn.rivals.losses import auxiliary_loss
 
 
 def training_step_of(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-    """Forward, backward, optimiser, penalty and balance on the next batch; bases are retracted once an epoch only."""
+    """Forward, backward, optimiser, penalty and balance on the next batch; retraction comes on top, now and then."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
