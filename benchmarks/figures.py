@@ -109,8 +109,10 @@ def points_apart(ours: str, theirs: str, study: str = "real_weights.jsonl") -> s
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "clusters-over-one": lambda: points_apart("clusters-r96", "one-r96"),
     "slim-over-low-rank": lambda: points_apart("slim-0.8", "one-low-rank-0.8"),
     "slim-over-low-rank-fitted": lambda: points_apart("slim-0.8-fitted", "one-low-rank-0.8-fitted"),
+    "slim-over-narrow-fitted": lambda: points_apart("slim-0.8-fitted", "one-narrow-0.8-fitted"),
     "clusters-over-low-rank": lambda: points_apart("ermoe-clusters-shared", "one-low-rank", FINE_TUNED),
     "slim-parameters": lambda: parameters("slim-0.8-fitted"),
     "slim-time": lambda: time_of("slim-0.8"),

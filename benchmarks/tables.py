@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TINY, CIFAR = "mini-tiny-imagenet-200-4-epochs", "mini-cifar-10-batches-bin-2-epochs"
 FINE_TUNED = "tiny-{}-from-deit_tiny_patch16_224.safetensors"
+FEATURES_PROBED = "tiny-{}-after-imagenet-mini-from-deit_tiny_patch16_224.safetensors"
 PROBED = "mini-cifar-10-batches-bin-after-tiny-imagenet-200-4-epochs"
 PREDICTED = {  # by the operations of the cost model, docs/explanation/cost-model.md
     "experts, E·r fixed": ("1", "1", "1", "1"),
@@ -199,12 +200,6 @@ def ixi50_differences() -> Table:
     return Table(found.header, [[pair, *row[1:]] for pair, row in zip(pairs, found.rows, strict=True)])
 
 
-def ixi50_all() -> Table:
-    """Over both batches."""
-    labels = ESTIMATES | {"batch only": "the mean age of one's batch in training"}
-    return relabelled(brain_ixi50.everybody(ixi50_as_it_is(), "B"), labels)
-
-
 def ixi50_changes() -> Table:
     """The first shuffle and seed with a setting changed."""
     labels = {
@@ -230,6 +225,9 @@ def beside_dense(row: str) -> str:
     return f"{words}, {found}"
 
 
+_PRICES = ("operations", "parameters")
+
+
 def summary() -> Table:
     """Wins, losses and ties of the studies, a line each; README.md shows it."""
     cifar = cifar10()
@@ -239,34 +237,38 @@ def summary() -> Table:
     photographs = partial(cell, real_weights.table(lines_of("real_weights")))
     models = (real_weights.LABELS[row] for row in ("exact", "slim-0.9", "slim-0.8", "dense"))
     converted, slim, slimmer, dense = (photographs(model, "top-1 %") for model in models)
+    operations, parameters = (photographs(real_weights.LABELS["exact"], f"{of} ÷ dense") for of in _PRICES)
+    price = f"for {float(operations):.1f} of the operations and {float(parameters):.1f} of the parameters"
     tuned, on_cifar = fine_tuned("tiny-imagenet-200"), fine_tuned("cifar-10-batches-bin")
     kept = [LABELS[method] for method in ("ermoe-shared", "v-moe", "dense")]
     compared = [
         _accuracies("Tiny-ImageNet", tuned, kept),
-        ("operations there", *(cell(tuned, method, "operations ÷ dense") for method in kept), "**win** over V-MoE"),
-        ("parameters there", *(cell(tuned, method, "parameters ÷ dense") for method in kept), "**win** over V-MoE"),
-        ("load CV² there", *(cell(tuned, method, "load CV²") for method in kept), "**win** over V-MoE"),
-        (
+        _less_wins("operations there", *(cell(tuned, method, "operations ÷ dense") for method in kept)),
+        _less_wins("parameters there", *(cell(tuned, method, "parameters ÷ dense") for method in kept)),
+        _less_wins("load CV² there", *(cell(tuned, method, "load CV²") for method in kept)),
+        _less_wins(
             "load CV² there, by the paper's rule, one seed",
             *(cell(tuned, LABELS[method], "load CV²") for method in ("ermoe-none", "v-moe")),
             "–",
-            "**loss**",
         ),
         _accuracies("CIFAR-10", on_cifar, kept),
-        ("top-1 %, ImageNet photographs, DeiT-Tiny made sparse", converted, "–", dense, "equal"),
+        (
+            f"top-1 %, ImageNet photographs, DeiT-Tiny made sparse, {price}",
+            converted,
+            "–",
+            dense,
+            beside_dense("exact"),
+        ),
         ("the same slimmed to 0.9 of the operations", slim, "–", dense, beside_dense("slim-0.9")),
         ("the same slimmed to 0.8 of the operations", slimmer, "–", dense, beside_dense("slim-0.8")),
-        ("its time, 8 photographs on two cores", figures.time_of("slim-0.8"), "–", "1", "**win**"),
+        _less_wins("its time, 8 photographs on two cores", figures.time_of("slim-0.8"), "–", "1"),
         ("accuracy, CIFAR-10 from scratch", *(cell(cifar, name, "accuracy") for name in presets), "equal"),
-        ("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets), "**loss**"),
-        (
-            "time of a layer of ViT-B, forward; two dense FFNs are 1",
-            *_layer_times(layer, "ViT-B, forward"),
-            "1",
-            "**win** over V-MoE",
+        _less_wins("time of a training step there", *(cell(cifar, name, "step / dense") for name in presets)),
+        _less_wins(
+            "time of a layer of ViT-B, forward; two dense FFNs are 1", *_layer_times(layer, "ViT-B, forward"), "1"
         ),
-        ("the same in training, with its penalty", *_layer_times(layer, "ViT-B, training"), "1", "**loss**"),
-        ("time of a layer of DeiT-Ti, forward", *_layer_times(layer, "DeiT-Ti, forward"), "1", "**loss**"),
+        _less_wins("the same in training, with its penalty", *_layer_times(layer, "ViT-B, training"), "1"),
+        _less_wins("time of a layer of DeiT-Ti, forward", *_layer_times(layer, "DeiT-Ti, forward"), "1"),
         (
             "RSUM, Flickr8k, DeiT-Tiny as image tower",
             *(cell(words, name, "RSUM") for name in ("ERMoE", "V-MoE", "dense")),
@@ -275,6 +277,18 @@ def summary() -> Table:
         ("error in years, brain age of 40 people", *_errors(brains), "equal"),
     ]
     return Table(["", "ERMoE", "V-MoE", "dense", "ERMoE beside them"], [list(line) for line in compared])
+
+
+def _less_wins(what: str, ours: str, theirs: str, dense: str) -> tuple[str, ...]:
+    """A line of which less is better, beside V-MoE, or beside the dense model where V-MoE has no figure.
+
+    >>> _less_wins("time", "0.9", "–", "1")[-1], _less_wins("time", "1.8 (1.7–1.9)", "1.3 ± 0.1", "1")[-1]
+    ('**win** over dense', '**loss** to V-MoE')
+    """
+    whom, other = ("dense", dense) if theirs == "–" else ("V-MoE", theirs)
+    own, beside = (float(figure.split()[0]) for figure in (ours, other))
+    verdict = f"**win** over {whom}" if own < beside else f"**loss** to {whom}" if own > beside else f"equal to {whom}"
+    return what, ours, theirs, dense, verdict
 
 
 def _accuracies(data: str, table: Table, methods: Sequence[str]) -> tuple[str, ...]:
@@ -331,6 +345,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "brain-batches": lambda: brain_sites.batches_table(lines_of("brain_sites")),
     "brain-harmonised": lambda: brain_sites.harmonised_table(lines_of("brain_sites")),
     **{name: partial(of_paper, name) for name, entry in ENTRIES.items() if entry.place is not None},
+    "imagenet-deit": lambda: of_paper("imagenet", FINE_TUNED.format("imagenet-mini")),
+    "efficiency-deit": lambda: of_paper("efficiency", FINE_TUNED.format("imagenet-mini")),
+    "few-shot-deit-cifar10": partial(of_paper, "few-shot", FEATURES_PROBED.format("cifar-10-batches-bin")),
+    "few-shot-deit-tiny-imagenet": partial(of_paper, "few-shot", FEATURES_PROBED.format("tiny-imagenet-200")),
     "balance-deit": lambda: of_paper(
         "balance", FINE_TUNED.format("tiny-imagenet-200"), "paper", "load CV²", "max / mean load", "dropped", "accuracy"
     ),

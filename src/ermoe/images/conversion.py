@@ -100,6 +100,8 @@ class Slim:
     routed: float = 1.0
     """Share of the dense hidden width that each expert has to itself; all tokens share what else is kept. 0.125 makes a
     model that is smaller and faster, and farther from the dense one."""
+    cut: Literal["width", "rank"] = "width"
+    """What networks are made smaller by: fewer hidden units, or all of them at a lower rank, which errs more."""
     routing_cost: float = 0.1
     """What routing has to save beyond its operations, over those of the dense network, for a block to get experts and
     not one network for all tokens. 0 counts operations alone."""
@@ -144,6 +146,7 @@ class Slim:
                 num_experts=self.num_experts,
                 routed=self.routed,
                 routing_cost=self.routing_cost,
+                cut=self.cut,
                 calibration=PlainBatches(plain.of(learned), self.images, self.seed, compute),
                 held_out=None if held_out is None else PlainBatches(plain.of(held_out), len(held_out), 0, compute),
                 folder=self.out / "learning",
