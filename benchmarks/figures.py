@@ -124,6 +124,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "slim-minutes-to-fit": lambda: minutes_of("slim-0.8-fitted"),
     "slim-minutes-to-learn": lambda: minutes_of("slim-0.8"),
     "slim-time": lambda: time_of("slim-0.8"),
+    "one-narrow-time": lambda: time_of("one-narrow-0.8"),
     "inspection-extra": lambda: figure(
         "inspect_cost", "figures", "extra time over a plain pass", style=".1f", times=100
     ),
