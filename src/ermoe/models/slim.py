@@ -7,7 +7,7 @@ Which blocks get experts, how many and how wide, is chosen by what each size doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -167,16 +167,16 @@ def slim(
         raise UserError(f"routing_cost={routing_cost}: need 0 or more, of a dense network's operations, such as 0.1")
     if cut not in ("width", "rank"):
         raise UserError(f"cut={cut!r}: use 'width' or 'rank'")
-    for passed in (batches, calibration):
-        refuse_tensor(passed)
     device = (compute or Compute()).device
     model = model.to(device).eval()
     if calibration is None:
         if isinstance(batches, Loader):
             raise UserError("batches is a Loader, which varies images by epoch: pass calibration= as well")
         calibration = batches
-    if iter(calibration) is calibration:
-        raise UserError("calibration= can be gone through only once: pass a list of batches or a data loader")
+    for passed in (batches, calibration):
+        refuse_tensor(passed)
+        if isinstance(passed, Iterator):
+            raise UserError("an iterator can be gone through only once: pass a list of batches or a data loader")
     kind = Kind(num_experts, cut, routed, routing_cost)
     choice: dict[str, Any] = {"budget": budget, "kind": kind, "seed": seed}
     if folder is None:
@@ -213,7 +213,7 @@ def _fitted_once(place: Path, model: nn.Module, calibration: Iterable[Any], choi
     It is known by the choice, the dense weights and the first images.
     """
     first = (tensor for batch in islice(calibration, 1) for tensor in tensors_of(batch))
-    origin = {**to_json(choice), "model": digest(model.state_dict().values()), "images": digest(first)}
+    origin = {**to_json(choice), "model": digest(model.parameters()), "images": digest(first)}
     if (place / _FITS).exists():
         about = read_object(place / _FITS, "remove its folder to fit anew")
         if about.get("origin") == origin:

@@ -228,8 +228,8 @@ class _Pair:
         is_repeatable = isinstance(self.steps.batches, Loader | Sequence)
         first = islice(self.steps.epoch(0), 1) if is_repeatable else ()
         return {
-            "model": {name: list(tensor.shape) for name, tensor in self.model.state_dict().items()},
-            "teacher": digest(self.teacher.state_dict().values()),
+            "model": {name: list(parameter.shape) for name, parameter in self.model.named_parameters()},
+            "teacher": digest(self.teacher.parameters()),
             "images": digest(tensor for batch in first for tensor in tensors_of(batch)),
         }
 
