@@ -2,8 +2,8 @@
 
     python benchmarks/upcycle_vit_b16.py [--clusters]
 
-With ``--clusters`` experts of rank 384 are fitted to groups of the tokens of 1,000 images instead, on two threads: a
-quarter of an hour. Adds a line to benchmarks/results/bench.jsonl. The memory is that of the process, sampled while the
+With ``--clusters`` experts of rank 384 are fitted to groups of the tokens of 1,000 images instead, on two threads: half
+an hour or more. Adds a line to benchmarks/results/bench.jsonl. The memory is that of the process, sampled while the
 conversion runs in place; what counts is by how much its peak exceeds the larger of the memory before and after.
 """
 

@@ -28,7 +28,9 @@ STAGED = {
     "docs/how-to/own-images.md": {"cifar-10-batches-bin": "digits"},
     "docs/how-to/own-router.md": {},
     "docs/how-to/runs.md": {},
-    "docs/how-to/slim.md": {"budget=0.8": "budget=0.8, num_experts=2, layer_epochs=1, epochs=1"},
+    "docs/how-to/slim.md": {
+        "budget=0.8, held_out=others": "budget=0.8, held_out=batches, num_experts=2, layer_epochs=1, epochs=1"
+    },
     "docs/reference/measures.md": {},
 }
 ELSEWHERE = {

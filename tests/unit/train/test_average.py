@@ -40,7 +40,7 @@ def test_own_weights_come_back_also_where_the_average_cannot_be_made_orthonormal
         model.linear.weight.add_(1)
     before = model.linear.weight.clone()
 
-    def fail(model):
+    def fail(model, report):
         raise RuntimeError("no convergence")
 
     monkeypatch.setattr(trainer, "retract", fail)
