@@ -132,16 +132,17 @@ def distill(
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)
         pair = _Pair(model, teacher, steps, judged, compute, calibration)
         figures: dict[str, float] = {}
+        identity = pair.identity()
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         if chosen.layer_epochs:
             _freeze_all_but_experts(model)
             settings = chosen.training(chosen.layer_epochs, chosen.layer_lr, steps.batch_size)
-            figures = fit(LayerByLayer(pair), settings, place / "layers", config=pair.identity(), compute=compute)
+            figures = fit(LayerByLayer(pair), settings, place / "layers", config=identity, compute=compute)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(learns[name])
         if chosen.epochs:
             settings = chosen.training(chosen.epochs, chosen.lr, steps.batch_size)
-            config = {**pair.identity(), "state_weight": chosen.state_weight}
+            config = {**identity, "state_weight": chosen.state_weight}
             figures = fit(
                 AsAWhole(pair, chosen.state_weight), settings, place / "whole", config=config, compute=compute
             )
